@@ -18,6 +18,7 @@ import torch
 from engine.worker.forward import native, packed_cache
 from engine.worker.forward.block_layer import BlockLayer
 from engine.worker.forward.packed_cache import HEADER, PackedCache, open_cache
+from engine.worker.forward.user_cache import try_lock
 from tests.checkpoints.text import Shape, make
 from tests.support.gguf_files import Q4_K, write_model
 from tests.support.model_zoo import load_runner
@@ -472,6 +473,27 @@ def test_a_load_waits_for_another_one_that_packs_the_same(model, plain, folder, 
     assert watch.packed == packed
     assert alike(found["first"], plain)
     assert alike(found["second"], plain)
+
+
+@pytest.mark.parametrize("where", ["_make_room", "_open_kept"])
+def test_a_load_that_cannot_use_its_folder_holds_no_lock(
+    model, plain, folder, monkeypatch, caplog, where
+):
+    """Else the next one would wait for it."""
+    calls, real = [], getattr(packed_cache, where)
+
+    def fail(*args):
+        calls.append(args)
+        if where == "_open_kept" and len(calls) == 1:
+            return real(*args)
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(packed_cache, where, fail)
+    assert alike(weights_of(model, folder), plain)
+    assert "Permission denied" in caplog.text
+    [lock] = files(folder, ".lock")
+    with lock.open() as file:
+        assert try_lock(file.fileno())
 
 
 def test_a_load_that_hangs_is_not_waited_for_for_ever(model, plain, folder, monkeypatch):

@@ -37,7 +37,7 @@ import os
 import struct
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -149,12 +149,14 @@ class PackedCache:
                 log.warning("packed weights of %s would take more than --packed-cache-bytes, and "
                             "are not kept", files[0].name)  # fmt: skip
                 return Layers()
-            lock = _locked(path)
-            kept = _open_kept(path, library)  # another load may have written the file meanwhile
-            if kept is not None:
-                os.close(lock)
-                return kept
-            _make_room(self.folder, self.limit - expected)
+            with ExitStack() as stack:
+                lock = _locked(path)
+                stack.callback(os.close, lock)
+                kept = _open_kept(path, library)  # another load may have written the file meanwhile
+                if kept is not None:
+                    return kept
+                _make_room(self.folder, self.limit - expected)
+                stack.pop_all()  # the layers close it
             return _WrittenLayers(path, library, bound, expected, lock)
         except OSError as error:
             log.warning("packed weights are not kept in %s: %s", self.folder, error.strerror)
