@@ -28,7 +28,7 @@ LIMIT = 1 << 30
 # A load in a process of its own, which may be killed at one of its writes, counted from the first
 # one or, if the number is negative, from the note that vouches for the file.
 CHILD = """
-import os, signal, sys
+import os, signal, sys, threading
 from engine.worker.forward import native, packed_cache
 from tests.support.model_zoo import load_runner
 packed_cache.WORTH = packed_cache.FREE_LEAST = 0
@@ -48,6 +48,9 @@ print("begun", flush=True)
 runner, _ = load_runner(sys.argv[1], packed_cache=sys.argv[2])
 print("loaded", flush=True)
 runner.close()
+for thread in threading.enumerate():
+    if thread.name == packed_cache.NOTING:
+        thread.join()
 """
 
 
@@ -102,15 +105,22 @@ def watch(monkeypatch):
     return Watch(monkeypatch)
 
 
-def weights_of(model, cache):
-    """Return all packed bytes of a model that was loaded with a cache, and the logits of its
-    step."""
+def weights_of(model, cache, *, is_noted=True):
+    """Return all packed bytes of a model that was loaded with a cache, by default once what vouches
+    for its file is noted."""
     runner, _ = load_runner(model, packed_cache=str(cache))
     module = runner._model.module
     tensors = [*module.parameters(), *module.buffers()]
     found = [tensor.detach().contiguous().view(torch.uint8).clone() for tensor in tensors]
     runner.close()
+    if is_noted:
+        for thread in notes_to_come():
+            thread.join()
     return [tensor for tensor in found if tensor.numel()]
+
+
+def notes_to_come():
+    return [one for one in threading.enumerate() if one.name == packed_cache.NOTING]
 
 
 def alike(ours, theirs):
@@ -317,6 +327,60 @@ def test_a_note_that_cannot_be_written_costs_time_only(model, plain, folder, wat
         assert (watch.packed, watch.checked) == (0, count)
     assert {path.suffix for path in folder.iterdir()} == {".known", ".packed"}
     monkeypatch.undo()
+
+
+def test_a_file_that_the_disk_did_not_take_is_not_vouched_for(
+    model, plain, folder, watch, monkeypatch, caplog
+):
+    """The system drops the pages that it could not write, and no time of the file shows it."""
+    monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))
+    for count in (1, 2):
+        watch.packed = 0
+        assert alike(weights_of(model, folder), plain)
+        assert watch.packed
+        assert caplog.text.count("the disk did not take") == count
+        assert {path.suffix for path in folder.iterdir()} == {".known"}
+
+
+def test_a_file_that_was_left_unsynced_is_synced_before_its_note(
+    model, plain, folder, watch, monkeypatch
+):
+    weights_of(model, folder)
+    note_of(folder).unlink()
+    monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))
+    assert alike(weights_of(model, folder), plain)
+    assert watch.checked
+    assert {path.suffix for path in folder.iterdir()} == {".known"}
+
+
+def failing(error):
+    def fail(*_):
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+def test_a_load_does_not_wait_for_the_disk(model, plain, folder, watch, monkeypatch):
+    """The note is made once the disk has the file; until then, others read it whole."""
+    may_end, sync = threading.Event(), os.fdatasync
+
+    def fdatasync(handle):
+        assert may_end.wait(30)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    for count in (0, 1):
+        assert alike(weights_of(model, folder, is_noted=False), plain)
+        assert watch.checked == count
+        assert notes_to_come()
+        assert not files(folder, ".vouched")
+    may_end.set()
+    assert alike(weights_of(model, folder), plain)
+    assert note_of(folder)
+    for _ in range(2):
+        watch.checked = 0
+        assert alike(weights_of(model, folder), plain)
+    assert not watch.checked
 
 
 @pytest.mark.parametrize("size", [0, 20, HEADER, HEADER + 1000, -1])

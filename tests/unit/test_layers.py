@@ -240,7 +240,7 @@ OWN_THREADS = {
     "engine.worker.process.main": "a process of its own, without Trio",
     "engine.worker.sampling.sandbox_main": "a process of its own, without Trio",
     "grpc_service.cli.generate": "a command, which asks for a file's prompts beside each other",
-    "engine.worker.forward.packed_cache": "hash a file on all cores; the load waits for them",
+    "engine.worker.forward.packed_cache": "hash a file on all cores; sync it beside a load",
     "engine.worker.text.placed_model": "check packed weights beside a load, which waits for it",
     "engine.worker.text.runner": "builds a tokenizer beside a load's first step, which waits",
     "grpc_service.cli.linking": "links a library while the server imports its modules",

@@ -19,10 +19,11 @@ a copy has another inode, and is hashed. An identity is noted only once the file
 because two changes within one tick of the file system's clock have the same time.
 
 A packed file has such a note, too, which vouches for its checksum. It is made only once the file
-system's clock has passed the file's times, so that every later change by a program shows in them.
-What no program changes shows in no time: after a crash a file may lack what was never written to
-the disk, and a disk may return other bytes than it was given. So a note counts only until the
-system is started again, and only if all of the file is still in memory; else it is read whole.
+system's clock has passed the file's times, so that every later change by a program shows in them,
+and once the disk has taken the file, because the system drops what a disk refuses. What no program
+changes shows in no time: after a crash a file may lack what was never written to the disk, and a
+disk may return other bytes than it was given. So a note counts only until the system is started
+again, and only if all of the file is in memory now; else it is read whole.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import logging
 import os
 import struct
 import tempfile
+import threading
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -71,6 +73,7 @@ HASHED_AT_ONCE = 1 << 20
 SETTLED_S = 2.0  # more than a tick of any file system's clock, FAT's included
 TICK_LIMIT_S = 0.05  # how long a load waits for a tick: ten of Linux' usual clock
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # another number after each start of the system
+NOTING = "triolet-packed-note"  # the thread that makes the note of a packed file
 KNOWN_MOST = 1000  # identities that are noted
 FREE_LEAST = 1 << 30  # bytes that a file leaves free on its disk
 # A load gives the file up after so many seconds of writing beyond those at this speed, in bytes a
@@ -235,7 +238,7 @@ def _open_kept(path: Path, library: ctypes.CDLL) -> _KeptLayers | None:
             if not _is_vouched(path, handle, mapped, library):
                 vow = _vow_of(path.parent, handle)
                 _check(mapped, library)
-                _vouch(path, handle, vow)
+                _vouch_later(path, handle, vow)
         finally:
             os.close(handle)
     except FileNotFoundError:
@@ -302,8 +305,33 @@ def _vow_of(folder: Path, handle: int) -> bytes:
     return b""
 
 
+def _vouch_later(path: Path, handle: int, vow: bytes) -> None:
+    """Have a thread call `_vouch`. Nothing waits for it, because the disk may take long: it ends
+    with the process, and the next load reads the file whole."""
+    own = os.dup(handle)
+
+    def vouch() -> None:
+        with os.fdopen(own, "rb"):
+            _vouch(path, own, vow)
+
+    try:
+        threading.Thread(target=vouch, name=NOTING, daemon=True).start()
+    except RuntimeError:  # no more threads
+        os.close(own)
+
+
 def _vouch(path: Path, handle: int, vow: bytes) -> None:
-    """Note that a file is whole, unless it has changed since `_vow_of` returned ``vow``."""
+    """Wait until the disk has a file, and note that it is whole, unless it has changed since
+    `_vow_of` returned ``vow``. Remove a file that the disk did not take: the system drops the pages
+    that it could not write, and reads other bytes in their place."""
+    try:
+        os.fdatasync(handle)
+    except OSError as error:
+        log.warning("the disk did not take %s, which is removed; a server that has it open should "
+                    "be restarted: %s", path, error.strerror)  # fmt: skip
+        with suppress(OSError):
+            path.unlink()
+        return
     with suppress(OSError):
         if vow and vow == _vow(os.fstat(handle)):
             _write(path.with_suffix(VOUCHED), vow)
@@ -418,7 +446,7 @@ class _WrittenLayers(Layers):
             head = _FIELDS.pack(MAGIC, size, len(index), *checksums)
             _write_at(self._file, head.ljust(HEADER, b"\0"), 0)
             self._partial.replace(self._path)  # until now, nobody else knew of the file
-            _vouch(self._path, self._file, _vow_of(self._path.parent, self._file))
+            _vouch_later(self._path, self._file, _vow_of(self._path.parent, self._file))
         except OSError as error:
             log.warning("packed weights are not kept in %s: %s", self._path.parent, error.strerror)
             self._move_to_memory()
