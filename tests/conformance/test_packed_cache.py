@@ -25,6 +25,7 @@ from tests.support.model_zoo import load_runner
 from tests.support.programs import ROOT
 
 LIMIT = 1 << 30
+IS_ON_TMPFS = packed_cache._is_on_tmpfs
 # A load in a process of its own, which may be killed at one of its writes, counted from the first
 # one or, if the number is negative, from the note that vouches for the file.
 CHILD = """
@@ -44,6 +45,7 @@ def count_from_here(*args):
         left[0] = -int(sys.argv[3])
     vouch(*args)
 packed_cache._write_at, packed_cache._vouch = write_at, count_from_here
+packed_cache._is_on_tmpfs = lambda _: False
 print("begun", flush=True)
 runner, _ = load_runner(sys.argv[1], packed_cache=sys.argv[2])
 print("loaded", flush=True)
@@ -69,6 +71,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(packed_cache, "FREE_LEAST", 0)
     monkeypatch.setattr(packed_cache, "WRITTEN_AT_ONCE", 1 << 14)
     monkeypatch.setattr(packed_cache, "SETTLED_S", 0.0)
+    monkeypatch.setattr(packed_cache, "_is_on_tmpfs", lambda _: False)  # as /tmp may be
 
 
 @pytest.fixture
@@ -327,6 +330,22 @@ def test_a_note_that_cannot_be_written_costs_time_only(model, plain, folder, wat
         assert (watch.packed, watch.checked) == (0, count)
     assert {path.suffix for path in folder.iterdir()} == {".known", ".packed"}
     monkeypatch.undo()
+
+
+def test_a_file_in_memory_alone_gets_no_note(model, plain, folder, watch, monkeypatch):
+    """On tmpfs, a store through a shared mapping may change no time of the file."""
+    monkeypatch.setattr(packed_cache, "_is_on_tmpfs", lambda _: True)
+    for count in (0, 1, 2):
+        assert alike(weights_of(model, folder), plain)
+        assert watch.checked == count
+    assert not files(folder, ".vouched")
+
+
+def test_a_file_in_memory_alone_is_known():
+    memory = os.memfd_create("memory")
+    with open("/proc/self/maps") as of_kernel:
+        assert [IS_ON_TMPFS(handle) for handle in (memory, of_kernel.fileno())] == [True, False]
+    os.close(memory)
 
 
 def test_a_file_that_the_disk_did_not_take_is_not_vouched_for(

@@ -14,16 +14,17 @@ weights are packed in memory.
 
 The content of a model file is known by a SHA-256 of its bytes. Reading 2.5 GB for it takes a second
 or more, so the hash is noted beside the file's identity: device, inode, size, and the times of its
-last changes. A file that is changed in place has another time of change, which no program can set;
-a copy has another inode, and is hashed. An identity is noted only once the file is `SETTLED_S` old,
-because two changes within one tick of the file system's clock have the same time.
+last changes. A file that is written in place has another time of change, which no program can set;
+a copy has another inode, and is hashed. Only a shared mapping may change pages without a time:
+those that it changed before, until they are on the disk. An identity is noted only once the file is
+`SETTLED_S` old, because two changes within one tick of the file system's clock have the same time.
 
 A packed file has such a note, too, which vouches for its checksum. It is made only once the file
-system's clock has passed the file's times, so that every later change by a program shows in them,
-and once the disk has taken the file, because the system drops what a disk refuses. What no program
-changes shows in no time: after a crash a file may lack what was never written to the disk, and a
-disk may return other bytes than it was given. So a note counts only until the system is started
-again, and only if all of the file is in memory now; else it is read whole.
+system's clock has passed the file's times, so that a later write shows in them, and once the disk
+has taken the file, because the system drops what a disk refuses. What no program changes shows in
+no time: after a crash a file may lack what was never written to the disk, and a disk may return
+other bytes than it was given. So a note counts only until the system is started again, and only if
+all of the file is in memory now; else it is read whole.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ SETTLED_S = 2.0  # more than a tick of any file system's clock, FAT's included
 TICK_LIMIT_S = 0.05  # how long a load waits for a tick: ten of Linux' usual clock
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # another number after each start of the system
 NOTING = "triolet-packed-note"  # the thread that makes the note of a packed file
+TMPFS = 0x01021994  # its type. Source: linux/magic.h
 KNOWN_MOST = 1000  # identities that are noted
 FREE_LEAST = 1 << 30  # bytes that a file leaves free on its disk
 # A load gives the file up after so many seconds of writing beyond those at this speed, in bytes a
@@ -295,6 +297,8 @@ def _is_vouched(path: Path, handle: int, mapped: mmap, library: ctypes.CDLL) -> 
 def _vow_of(folder: Path, handle: int) -> bytes:
     """Wait until the clock of a folder's file system has passed the times of a file in it, and
     return what vouches for the file if it is found whole now; empty if nothing can."""
+    if _is_on_tmpfs(handle):
+        return b""
     state, end = os.fstat(handle), time.monotonic() + TICK_LIMIT_S
     with suppress(OSError), tempfile.TemporaryFile(dir=folder) as clock:
         while time.monotonic() < end:
@@ -303,6 +307,13 @@ def _vow_of(folder: Path, handle: int) -> bytes:
                 return _vow(state)
             time.sleep(TICK_LIMIT_S / 50)
     return b""
+
+
+def _is_on_tmpfs(handle: int) -> bool:
+    """Return whether a file is in memory alone. There a shared mapping may always change pages
+    without a time, because they are never on a disk."""
+    of_system = (ctypes.c_long * 512)()  # larger than `struct statfs`, which begins with its type
+    return not _libc().fstatfs(handle, of_system) and of_system[0] == TMPFS
 
 
 def _vouch_later(path: Path, handle: int, vow: bytes) -> None:
