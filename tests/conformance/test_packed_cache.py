@@ -326,8 +326,10 @@ def test_a_note_that_cannot_be_written_costs_time_only(model, plain, folder, wat
     monkeypatch.setattr(os, "pwrite", pwrite)
     watch.packed = 0
     for count in (1, 2):
+        os.utime(only(folder), (1, 1))
         assert alike(weights_of(model, folder), plain)
         assert (watch.packed, watch.checked) == (0, count)
+        assert only(folder).stat().st_mtime > 1  # the file's last use
     assert {path.suffix for path in folder.iterdir()} == {".known", ".packed"}
     monkeypatch.undo()
 

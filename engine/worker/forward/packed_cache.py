@@ -346,6 +346,9 @@ def _vouch(path: Path, handle: int, vow: bytes) -> None:
     with suppress(OSError):
         if vow and vow == _vow(os.fstat(handle)):
             _write(path.with_suffix(VOUCHED), vow)
+            return
+    with suppress(OSError):  # no note tells of the file's use
+        os.utime(handle)
 
 
 def _vow(state: os.stat_result) -> bytes:
@@ -588,7 +591,7 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Sort files by their last use, which the time of a packed file's note tells."""
+    """Sort files by their last use: of a packed file, its note's time tells it, or its own."""
     times: dict[Path, float] = {}
     for path in paths:
         for file in (path, path.with_suffix(VOUCHED)):
