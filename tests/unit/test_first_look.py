@@ -81,12 +81,12 @@ DIRECTORIES = {
                 "config.json": {},
                 "modules.json": [{"type": f"sentence_transformers.{room}.modules.{module}"}],
             },
-            f"its module {module} makes {what}, and an answer has one dense vector for each text; "
-            "choose a model whose modules end with a Pooling",
+            f"its module {module}, which makes {what}, is not served; choose a model whose modules "
+            "end with a Pooling or a SpladePooling",
         )
         for module, room, what in (
-            ("SpladePooling", "sparse_encoder", "sparse vectors"),
-            ("MultiVectorMask", "multi_vector_encoder", "a vector for each token"),
+            ("SparseAutoEncoder", "sparse_encoder", "sparse vectors"),
+            ("LambdaTokenPooling", "multi_vector_encoder", "a vector for each token"),
         )
     },
     "encoder": (
