@@ -22,6 +22,7 @@ follow, the output is complete, and the sequence ends without an end token.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ TOKEN_S_MAX = 0.025
 MASK_S_MAX = 0.25
 REASON_CHARS = 300
 PROBE = '{"key": [1, true], "é": "x\\n"}\n <b>'
+LARK_TEXT = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/')  # a string or a pattern
 NO_FORCING = '%llguidance {"no_forcing": true}\n'  # a text may be spelled by any tokens
 
 NOT_COMPILED = "is not compiled"
@@ -207,8 +209,11 @@ class ConstraintCompiler:
     def _lead_of(self, constraint: Constraint) -> str:
         """Return the constraint's lead. With a marker's text in the form it begins with
         `NO_FORCING`: llguidance would mask all but that token, as the tokenizer writes the text,
-        and then refuse it."""
+        and then refuse it. A token that a Lark grammar names without quotes is none of its texts.
+        """
         plain = constraint.source
+        if constraint.kind == "lark":
+            plain = "".join(LARK_TEXT.findall(plain))
         if constraint.kind == "json_schema":
             plain = json.dumps(json.loads(plain), ensure_ascii=False)
         if not self.tokenizer.has_marker(plain.replace("\\", "")):
