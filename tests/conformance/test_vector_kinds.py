@@ -15,6 +15,7 @@ from engine.core.common.types import PlanId, SequenceId
 from engine.core.encode.types import EncodeOptions, EncodePlan, EncodeRow
 from engine.errors import InvalidRequest, SpawnFailed
 from engine.status import Capability
+from engine.worker.encode.outputs import QUERIES_KEPT
 from engine.worker.encode.runner import groups
 from tests.checkpoints.encode import (
     EXPANSION,
@@ -160,6 +161,29 @@ def test_scores_of_sparse_vectors_are_the_librarys(splade, alone):
     got = scores(runner, alone=alone)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert list(np.argsort(-got)) == list(np.argsort(-want))
+
+
+def test_each_query_of_a_plan_is_computed_once(splade, monkeypatch):
+    """There are more than are kept, in turns that a small cache cannot follow."""
+    _, runner, _ = splade
+    pairs = runner.encoder_tokenizer.encode_pairs
+    queries = [f"wind {number}" for number in range(3 * QUERIES_KEPT)]
+    inputs = [pairs(query, [text])[0].input for text in TEXTS[:3] for query in queries]
+    computed, features = [], runner._features
+
+    def counted(inputs):
+        computed.extend(inputs)
+        return features(inputs)
+
+    monkeypatch.setattr(runner, "_features", counted)
+    together = run(runner, inputs)
+    assert len(computed) == len(inputs) + len(queries)
+    computed.clear()
+    run(runner, inputs[:QUERIES_KEPT])
+    run(runner, inputs[:QUERIES_KEPT])
+    assert len(computed) == 2 * QUERIES_KEPT, "the last step's are kept"
+    alone = run(runner, [inputs[0]])[0]
+    np.testing.assert_allclose(together[0].values, alone.values, rtol=1e-5)
 
 
 def test_padding_that_counts_is_seen(splade):

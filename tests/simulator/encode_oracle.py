@@ -67,6 +67,13 @@ def tokens_of(request: EncodeRequests) -> list[int]:
     ]
 
 
+def prompt_tokens_of(request: EncodeRequests) -> int:
+    """Return the tokens of a valid request's inputs, and of a query that is read alone."""
+    if isinstance(request, EmbedRequest) or request.model not in APART:
+        return sum(tokens_of(request))
+    return sum(tokens_of(request)) + len(FakeTokenizer().encode(request.query)[:MAX_INPUT_LEN])
+
+
 def inputs_of(request: EncodeRequests) -> list[tuple[int, ...]]:
     """Return the token ids from which a valid request's inputs are computed, in their order."""
     encode = FakeTokenizer().encode

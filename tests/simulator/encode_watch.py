@@ -1,5 +1,6 @@
 """The watcher of an encoder's core (`tests.simulator.kind_watch`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,13 @@ class LiveInputs(Live):
 def holder_of(live: LiveInputs) -> str:
     """Return the holder of a request."""
     return live.submit.request.holder
+
+
+def _cost_of(rows: Sequence[EncodeRow]) -> int:
+    """Return the tokens of a step: its rows, padded to the longest, and each of their queries."""
+    queries = {getattr(row.input, "query", None) for row in rows} - {None}
+    padded = len(rows) * max(row.input.num_tokens for row in rows)
+    return padded + sum(len(query.token_ids) for query in queries if query is not None)
 
 
 class EncodeWatch(KindWatch[LiveInputs]):
@@ -88,20 +96,20 @@ class EncodeWatch(KindWatch[LiveInputs]):
     def _judge_size(self, plan: EncodePlan) -> str:
         rows, config = plan.rows, self.config
         lengths = [row.input.num_tokens for row in rows]
-        padded = len(rows) * max(lengths)
+        cost = _cost_of(rows)
         if {row.input.kind for row in rows} != {plan.kind}:
             return "texts and images in one step"
         if len(rows) > config.max_num_seqs:
             return f"{len(rows)} inputs of at most {config.max_num_seqs}"
-        if len(rows) > 1 and padded > config.max_num_batched_tokens:
-            return f"{len(rows)} × {max(lengths)} tokens, of {config.max_num_batched_tokens}"
-        if plan.num_tokens != padded:
-            return f"{padded} tokens, counted as {plan.num_tokens}"
+        if len(rows) > 1 and cost > config.max_num_batched_tokens:
+            return f"{len(rows)} inputs of {cost} tokens, of {config.max_num_batched_tokens}"
+        if plan.num_tokens != cost:
+            return f"{cost} tokens, counted as {plan.num_tokens}"
         if lengths != sorted(lengths):
             return "the rows are not sorted by length"
         room, self.room = self.room, None
-        if room is not None and len(rows) > 1 and padded > room:
-            return f"{len(rows)} × {max(lengths)} tokens, just out of memory, of at most {room}"
+        if room is not None and len(rows) > 1 and cost > room:
+            return f"{len(rows)} inputs of {cost} tokens, just out of memory, of at most {room}"
         return ""
 
     def _judge_order(
@@ -159,6 +167,12 @@ class EncodeWatch(KindWatch[LiveInputs]):
         service: dict[str, float] = {}
         for live, rows in taken.items():
             service[holder_of(live)] = service.get(holder_of(live), 0.0) + longest * len(rows)
+        paid = set()  # queries: the first row that has one pays for it
+        for live, _, row in self.step:
+            query = getattr(row.input, "query", None)
+            if query is not None and query not in paid:
+                paid.add(query)
+                service[holder_of(live)] += len(query.token_ids)
         weights = {holder_of(one): one.submit.request.weight for one in self.live.values()}
         largest = max(self.config.max_num_batched_tokens, self.config.max_model_len)
         return self.leads.note(service, weights, map(holder_of, behind), largest)
@@ -194,8 +208,7 @@ class EncodeWatch(KindWatch[LiveInputs]):
         for live, index, _ in step:
             live.left.add(index)
         if len(step) > 1 and failure.kind is FailureKind.OUT_OF_MEMORY:
-            longest = max(row.input.num_tokens for _, _, row in step)
-            self.room = len(step) * longest // 2
+            self.room = _cost_of([row for _, _, row in step]) // 2
         elif len(step) > 1:
             self.has_failed = True
             self.suspects |= {(live.name, index) for live, index, _ in step}

@@ -16,7 +16,7 @@ from engine.requests.text.values import GenerateRequest, Started, StreamEvent
 from grpc_service.access.unread_calls import UNREAD_AGE_S, UnreadCalls
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
 from tests.simulator.clients import Client
-from tests.simulator.encode_oracle import expected_results, tokens_of
+from tests.simulator.encode_oracle import expected_results, prompt_tokens_of, tokens_of
 from tests.simulator.progress import Seen, longest_silence_s
 from tests.simulator.watch import Violation
 
@@ -165,7 +165,7 @@ class EncodeReader(Reader):
             self._tokens = tokens_of(self._request)
             self._expected = expected_results(self._request)
             self.prompt_tokens = event.prompt_tokens
-            if event.prompt_tokens != sum(self._tokens):
+            if event.prompt_tokens != prompt_tokens_of(self._request):
                 raise Violation(f"{name}: started with {event.prompt_tokens} tokens")
             return
         if self.prompt_tokens is None or self.finished is not None:

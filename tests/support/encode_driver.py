@@ -9,7 +9,7 @@ from engine.config import EncoderConfig
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import EncodeInput, EncodeRequest, ImageInput
 from engine.images.fit import FittedImage
-from engine.worker.fakes.encode import FakeEncoder, ids_of, vector_of
+from engine.worker.fakes.encode import SEPARATOR, FakeEncoder, ids_of, score_of, vector_of
 from tests.simulator.encode_watch import EncodeWatch
 from tests.support.step_driver import OneChoiceDriver
 
@@ -18,6 +18,13 @@ class Picture(NamedTuple):
     """An input that is an image of so many tokens."""
 
     num_tokens: int
+
+
+class Apart(NamedTuple):
+    """An input of so many tokens with a query beside it."""
+
+    num_tokens: int
+    query: EncodeInput
 
 
 class EncodeDriver(OneChoiceDriver):
@@ -33,13 +40,15 @@ class EncodeDriver(OneChoiceDriver):
 
     def request(self, lengths, **fields):
         """Return a request whose inputs have these numbers of tokens; a `Picture` stands for an
-        image. No two inputs are equal."""
+        image, and an `Apart` for a text with a query. No two inputs are equal."""
         return EncodeRequest(inputs=tuple(map(self._input, lengths)), **fields)
 
     def _input(self, length):
         if isinstance(length, Picture):
             pixels = bytes(number % 256 for number in (*self._tokens(1), self._next_token >> 8))
             return ImageInput(FittedImage(1, 1, pixels), length.num_tokens)
+        if isinstance(length, Apart):
+            return EncodeInput(tuple(self._tokens(length.num_tokens)), query=length.query)
         return EncodeInput(tuple(self._tokens(length)))
 
     def _tokens(self, length):
@@ -52,7 +61,11 @@ class EncodeDriver(OneChoiceDriver):
         """Check that a vector is the one of its own input."""
         assert event.index not in [one.index for one in got], f"{event} came twice"
         own = request.inputs[event.index]
-        assert list(event.result.values) == vector_of(ids_of(own)), f"{event}: another's values"
+        query = getattr(own, "query", None)
+        want = vector_of(ids_of(own))
+        if query is not None:
+            want = [score_of((*query.token_ids, SEPARATOR, *own.token_ids))]
+        assert list(event.result.values) == want, f"{event}: another's values"
         assert event.tokens == own.num_tokens
 
     def num_messages(self, request):

@@ -16,7 +16,7 @@ from engine.errors import (
     RequestTooLarge,
 )
 from engine.worker.fakes.encode import FakeEncoder
-from tests.support.encode_driver import EncodeDriver, Picture
+from tests.support.encode_driver import Apart, EncodeDriver, Picture
 
 
 def lengths(plan):
@@ -36,6 +36,41 @@ def test_padding_counts_against_the_budget():
     assert lengths(driver.begin_step()) == [1, 10]
     driver.end_step()
     assert lengths(driver.begin_step()) == [1]
+
+
+def test_queries_beside_inputs_count_once_in_a_step_and_in_a_request():
+    """Each has a query of 16 tokens. Without their count, all six would be in one step."""
+    driver = EncodeDriver(max_num_batched_tokens=37)
+    one, other = (EncodeInput((first, *range(15))) for first in (50, 51))
+    driver.submit("a", [Apart(2, one)] * 3)
+    driver.submit("b", [Apart(2, other)] * 2)
+    driver.submit("c", [Apart(2, one)])
+    assert driver.requests["a"].num_tokens == 22
+    assert driver.scheduler.phase_of("b") is Phase.QUEUED
+    plan = driver.begin_step()
+    assert lengths(plan) == [2, 2, 2]
+    assert plan.num_tokens == 22
+    driver.end_step()
+    plan = driver.begin_step()
+    assert (lengths(plan), plan.num_tokens) == ([2, 2], 20)
+    driver.end_step()
+    driver.run()
+    assert [len(plan.rows) for plan in driver.plans] == [3, 2, 1]
+
+
+def test_a_query_that_others_have_does_not_keep_an_input_out():
+    driver = EncodeDriver(max_num_batched_tokens=24)
+    query = EncodeInput(tuple(range(16)))
+    driver.submit("a", [Apart(2, query)])
+    driver.submit("b", [Apart(2, query)])
+    assert lengths(driver.begin_step()) == [2, 2]
+
+
+def test_an_input_and_a_query_beyond_the_budget_have_a_step_of_their_own():
+    driver = EncodeDriver(max_num_batched_tokens=8)
+    driver.submit("a", [Apart(2, EncodeInput(tuple(range(30)))), 1])
+    driver.run()
+    assert [len(plan.rows) for plan in driver.plans] == [1, 1]
 
 
 def test_a_step_has_at_most_so_many_inputs():

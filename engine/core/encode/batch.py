@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.config import EncoderConfig
     from engine.core.encode.live_request import LiveEncode
-    from engine.core.encode.types import InputKind
+    from engine.core.encode.types import EncodeInput, InputKind
     from engine.core.encode.waiting_inputs import WaitingInputs
 
 
 class BatchBuilder:
-    """Chooses the inputs of one step, of at most ``budget`` tokens with the padding.
+    """Chooses the inputs of one step, of at most ``budget`` tokens with the padding and with the
+    queries beside the inputs, each of which is computed once.
 
     ``only_begun``: only requests that have been in a step before go on. ``after`` is the kind of
     the previous step. ``chosen`` are the inputs (by index), each with its request. ``starved`` are
@@ -47,6 +48,8 @@ class BatchBuilder:
         self._only_begun = only_begun
         self._after = after
         self._longest = 0
+        self._queries: set[EncodeInput] = set()
+        self._query_tokens = 0
 
     def build(self) -> None:
         """Choose the inputs and reserve a message slot for each. Remove requests that have no
@@ -75,7 +78,9 @@ class BatchBuilder:
         stream has message slots. Return False if the step is full."""
         while kind in live.left:
             index = live.left[kind][0]
-            if not self._fits(live.length(index)):
+            added = [one for one in live.queries_of(index) if one not in self._queries]
+            query_tokens = self._query_tokens + sum(one.num_tokens for one in added)
+            if not self._fits(live.length(index), query_tokens):
                 return False
             if not live.credit.try_reserve():
                 # if no message waits for the reader, this step holds all slots of the stream
@@ -83,15 +88,17 @@ class BatchBuilder:
                     self.starved.append(live)
                 return True
             self._longest = max(self._longest, live.length(index))
+            self._query_tokens = query_tokens
+            self._queries.update(added)
             self._waiting.take(live, index)
             self.chosen.append((live, index))
         return True
 
-    def _fits(self, length: int) -> bool:
-        """Return whether one more row fits beside those chosen, all padded to the longest. The
-        first row always fits."""
+    def _fits(self, length: int, query_tokens: int) -> bool:
+        """Return whether one more row fits beside those chosen, all padded to the longest, if the
+        step's queries then have ``query_tokens``. The first row always fits."""
         if not self.chosen:
             return True
         count = len(self.chosen) + 1
         padded = count * max(self._longest, length)
-        return count <= self._max_num_seqs and padded <= self._budget
+        return count <= self._max_num_seqs and padded + query_tokens <= self._budget

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.one_choice import OneChoice
 from engine.core.common.phases import Phase
+from engine.core.encode.types import queries_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from engine.core.common.credit import Credit
     from engine.core.common.shares import Share
-    from engine.core.encode.types import EncodeRequest, InputKind
+    from engine.core.encode.types import EncodeInput, EncodeRequest, InputKind
 
 
 class LiveEncode(OneChoice["EncodeRequest"]):
@@ -67,6 +70,10 @@ class LiveEncode(OneChoice["EncodeRequest"]):
     def length(self, index: int) -> int:
         """Return the number of tokens of one of the request's inputs."""
         return self.request.inputs[index].num_tokens
+
+    def queries_of(self, index: int) -> Iterable[EncodeInput]:
+        """Return the query beside one of the request's inputs, if there is one."""
+        return queries_of([self.request.inputs[index]])
 
     def is_left(self, index: int) -> bool:
         """Return whether an input is neither in the step nor done."""

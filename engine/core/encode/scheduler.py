@@ -82,12 +82,22 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         plan = EncodePlan(plan_id, made)
         self._last_kind = plan.kind
         self._charged = {}
-        if self._shares.is_contested:  # a row costs as much as the longest, to which it is padded
-            each = plan.num_tokens // len(made)
-            holders = Counter(live.share for live, _ in rows)
-            self._charged = {share: each * count for share, count in holders.items()}
+        if self._shares.is_contested:
+            self._charged = self._costs(rows)
             self._shares.charge(self._charged)
         return plan
+
+    def _costs(self, rows: Parts[LiveEncode]) -> dict[Share, float]:
+        """Return what a step's rows, the shortest first, cost their holders: a row as much as the
+        longest, to which it is padded, and the first row with a query that, too."""
+        longest, paid = rows[-1][0].length(rows[-1][1]), set[EncodeInput]()
+        costs: dict[Share, float] = {}
+        for live, index in rows:
+            added = [query for query in live.queries_of(index) if query not in paid]
+            paid.update(added)
+            cost = longest + sum(query.num_tokens for query in added)
+            costs[live.share] = costs.get(live.share, 0.0) + cost
+        return costs
 
     def _choose(self, now: float) -> list[tuple[LiveEncode, int]]:
         """Return inputs for a step, each with its message slot reserved: one row of a failed step

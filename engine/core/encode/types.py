@@ -15,6 +15,7 @@ from engine.core.common.steps import RowFailure, StepTimings
 
 if TYPE_CHECKING:
     from array import array
+    from collections.abc import Iterable
 
     from engine.core.common.types import PlanId, RequestId, SequenceId
     from engine.images.fit import FittedImage
@@ -87,6 +88,12 @@ class ImageInput(NamedTuple):
 AnyInput: TypeAlias = EncodeInput | ImageInput
 
 
+def queries_of(inputs: Iterable[AnyInput]) -> dict[EncodeInput, None]:
+    """Return the different queries beside inputs, in order."""
+    found = (input_.query for input_ in inputs if isinstance(input_, EncodeInput))
+    return dict.fromkeys(query for query in found if query is not None)
+
+
 class TokenizedInput(NamedTuple):
     """An input, cut to what the model takes; ``full_tokens`` is its length before the cut, and
     ``full_query`` that of its query."""
@@ -136,17 +143,17 @@ class EncodeRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all inputs together."""
-        return sum(input_.num_tokens for input_ in self.inputs)
+        """Tokens of all inputs together, and of each query beside them once."""
+        return sum(input_.num_tokens for input_ in (*self.inputs, *queries_of(self.inputs)))
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all inputs together."""
+        """The same tokens."""
         return self.num_tokens
 
     @property
     def num_tokens_ahead(self) -> int:
-        """Tokens of all inputs together: an encoder's output has none."""
+        """The same tokens: an encoder's output has none."""
         return self.num_tokens
 
     @property
@@ -184,8 +191,11 @@ class EncodePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes, with every row padded to the longest."""
-        return len(self.rows) * self.rows[-1].input.num_tokens
+        """Tokens that the step computes: every row padded to the longest, and every query beside
+        them once."""
+        queries = queries_of(row.input for row in self.rows)
+        padded = len(self.rows) * self.rows[-1].input.num_tokens
+        return padded + sum(query.num_tokens for query in queries)
 
     def journal_line(self) -> str:
         """Return the plan in one stable line: the lengths of its rows."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
-from engine.core.encode.types import EncodeOptions, EncodeRowResult
+from engine.core.encode.types import EncodeOptions, EncodeRowResult, queries_of
 from engine.status import Capability
 from engine.worker.encode.precision import packed
 
@@ -43,11 +42,21 @@ class Output(Protocol):
     dimensions: int
     tokens_at_once: ClassVar[int | None]
 
+    def take_queries(self, rows: Sequence[EncodeRow]) -> None:
+        """Compute what `results` needs of the queries beside a plan's rows, each once."""
+
     def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
-        """Yield the result of each row of a forward."""
+        """Yield the result of each row of a forward of the plan."""
 
 
-class Vectors:
+class _Alone:
+    """Something for each input, which has no query beside it."""
+
+    def take_queries(self, rows: Sequence[EncodeRow]) -> None:
+        """Do nothing."""
+
+
+class Vectors(_Alone):
     """One vector for each input."""
 
     tokens_at_once: ClassVar[int | None] = None
@@ -64,7 +73,7 @@ class Vectors:
             yield None if made is None else EncodeRowResult(row.sequence, made)
 
 
-class Scores:
+class Scores(_Alone):
     """One score for each pair of texts, which are read together."""
 
     tokens_at_once: ClassVar[int | None] = None
@@ -93,9 +102,8 @@ class _Compared(ABC):
 
     def __init__(self, model: Any, forward: Forward) -> None:
         self._similarity = model.similarity
-        self._of_query = lru_cache(QUERIES_KEPT)(
-            lambda query: self._compared(self._parts(forward([query]))[0])
-        )
+        self._forward = forward
+        self._of_query: dict[EncodeInput, Any] = {}  # the one that was used last is at the end
 
     @abstractmethod
     def _parts(self, features: Features) -> Sequence[Any]:
@@ -109,6 +117,18 @@ class _Compared(ABC):
     def _result(self, row: EncodeRow, part: Array) -> EncodeRowResult | None:
         """Return the result of a row without a query; None if a number is not finite."""
 
+    def take_queries(self, rows: Sequence[EncodeRow]) -> None:
+        """Compute the queries that are not kept. However many a plan has, all are kept until the
+        next one, so that none is computed twice."""
+        kept, wanted = self._of_query, queries_of(row.input for row in rows)
+        for query in wanted:
+            made = kept.pop(query, None)
+            if made is None:
+                made = self._compared(self._parts(self._forward([query]))[0])
+            kept[query] = made
+        for query in list(kept)[: -max(QUERIES_KEPT, len(wanted))]:
+            del kept[query]
+
     def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
         """Yield each row's vector, or the score of a row with a query (`Output.results`)."""
         for row, part in zip(rows, self._parts(features), strict=True):
@@ -116,7 +136,7 @@ class _Compared(ABC):
             if query is None:
                 yield self._result(row, part.numpy())
                 continue
-            score = self._similarity([self._of_query(query)], [self._compared(part)]).item()
+            score = self._similarity([self._of_query[query]], [self._compared(part)]).item()
             yield EncodeRowResult(row.sequence, array("f", [score])) if np.isfinite(score) else None
 
 

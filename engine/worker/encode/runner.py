@@ -296,6 +296,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
     def _execute(self, plan: EncodePlan) -> EncodeResult:
         started = perf_counter()
         assert self._output is not None, "the model is loaded"
+        self._output.take_queries(plan.rows)
         alike: dict[tuple[int, bool], list[int]] = {}
         for place, row in enumerate(plan.rows):
             text = row.input if isinstance(row.input, EncodeInput) else None
