@@ -51,7 +51,7 @@ from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
     from grpc_service.access.decoding import Decoding
     from grpc_service.access.interceptor import Record
@@ -478,7 +478,7 @@ class HttpWriter(CallWriter):
         """Leave the answer to the door."""
         raise error
 
-    async def _messages_of(self, events: Sequence[Any]) -> Sequence[Any]:
+    async def _messages_of(self, events: Sequence[Any]) -> Iterable[Any]:
         if not self._is_heavy(events):
             return self._encode(events)
         return await encode_in_thread(lambda: self._encode(events))

@@ -26,7 +26,6 @@ from engine.requests.text.values import Started
 from grpc_service.openai.fields import Fields, is_ids, most_of, texts_or_ids
 from grpc_service.openai.json_text import encode_json
 from grpc_service.openai.work import Context, WholeEncoder, Work, id_of
-from grpc_service.services.encode_codec import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,8 +144,8 @@ class EmbeddingsWhole(WholeEncoder):
 
     def _vector(self, found: Embedding) -> str | list[float] | list[int]:
         if self._is_base64:
-            return base64.b64encode(bytes_of(found)).decode()
-        return found.values.tolist()
+            return base64.b64encode(found.values.tobytes()).decode()
+        return list(found.numbers)
 
 
 # ---- rankings

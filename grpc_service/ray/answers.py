@@ -132,7 +132,7 @@ def _decode(
 
 
 async def _messages(
-    stream: Stream[Any], encode: Callable[[Sequence[Any]], Sequence[Any]]
+    stream: Stream[Any], encode: Callable[[Sequence[Any]], Iterable[Any]]
 ) -> AsyncIterator[Any]:
     """Yield the messages of a stream's events. Cancellation, and dropping the iterator: ends the
     request."""

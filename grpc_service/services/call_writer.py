@@ -28,7 +28,7 @@ from grpc_service.rpc.errors import Disconnected
 from grpc_service.services.error_status import status_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from engine.api.engine import Engine
     from engine.errors import TrioletError
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engine.requests.stream import RequestStream
     from grpc_service.access.unread_calls import UnreadCalls
 
-    Encode = Callable[[Sequence[Any]], Sequence[Any]]
+    Encode = Callable[[Sequence[Any]], Iterable[Any]]
     EncodeShort = Callable[[Any], bytes | None]
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 # guess: by then a client that reads has taken the events before the failure. It is less than the
 # app's `STOP_GRACE_S`, so that the requests which a drain ends get their status.
 FAILURE_PATIENCE_S = 0.5
+
+MESSAGES_IN_TURN = 16  # messages that are written before other tasks run; a guess
 
 _limiter = trio.CapacityLimiter(2)  # guess: threads that encode large answers
 
@@ -246,8 +248,10 @@ class CallWriter:
 
     async def _write(self, events: Sequence[Any]) -> None:
         """Write events that are ready together. Raises and cancellation: as `Call.write`."""
-        for message in await self._messages_of(events):
+        for number, message in enumerate(await self._messages_of(events), 1):
             await self._call.write(message)
+            if not number % MESSAGES_IN_TURN:
+                await trio.lowlevel.checkpoint()
             self._stream.note_taken()
 
     async def _receive(self) -> Sequence[Any]:
@@ -278,7 +282,7 @@ class CallWriter:
         """End the call with the status of ``error``."""
         await self._rpc.call.end(*status_of(error))
 
-    async def _messages_of(self, events: Sequence[Any]) -> Sequence[Any]:
+    async def _messages_of(self, events: Sequence[Any]) -> Iterable[Any]:
         if not self._is_large:
             return self._encode(events)
         self._is_large = False

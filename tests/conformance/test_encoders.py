@@ -56,7 +56,12 @@ def execute(runner, inputs, options):
     rows = tuple(EncodeRow(SequenceId(i), inputs[i], options[i]) for i in order)
     result = runner.execute(EncodePlan(PlanId(1), rows))
     assert [row.sequence for row in result.rows] == order
-    made = {row.sequence: np.array(row.values) for row in result.rows}
+    made = {
+        row.sequence: np.frombuffer(row.values, np.float16)
+        if options[row.sequence].precision == "float16"
+        else np.array(row.values)
+        for row in result.rows
+    }
     return [made[i] for i in range(len(inputs))]
 
 
@@ -180,6 +185,7 @@ def test_a_number_that_float16_cannot_hold_fails_its_row(tmp_path):
     rows = tuple(EncodeRow(SequenceId(i), one, option) for i, option in enumerate(options))
     result = runner.execute(EncodePlan(PlanId(1), rows))
     assert [isinstance(row, RowFailure) for row in result.rows] == [True, False]
+    assert result.rows[0].violation.field == "precision"
 
 
 def test_prompts_are_the_librarys(model):

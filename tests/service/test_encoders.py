@@ -105,7 +105,10 @@ def test_a_vector_in_another_precision_is_packed(server, precision, num_bytes):
     fields = {"precision": f"PRECISION_{precision}"} | ({"ranges": ranges} if ranges else {})
     [message] = embed(server.channel, ["ab"], **fields).messages
     want = in_precision(vector_of(ids_of("ab")), precision.lower(), **ranges)
-    form = "<8e" if precision == "FLOAT16" else f"<{num_bytes}{want.typecode}"
+    if precision == "FLOAT16":
+        rounded = struct.unpack("<8e", message.packed)
+        assert rounded == pytest.approx(vector_of(ids_of("ab")), rel=2**-11)
+    form = "<8H" if precision == "FLOAT16" else f"<{num_bytes}{want.typecode}"
     assert not message.values
     assert len(message.packed) == num_bytes
     assert list(struct.unpack(form, message.packed)) == list(want)

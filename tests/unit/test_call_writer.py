@@ -22,6 +22,7 @@ from grpc_service.access.unread_calls import (
     UnreadCalls,
 )
 from grpc_service.app.application import STOP_GRACE_S
+from grpc_service.services import call_writer
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
 
 BUFFER = 8
@@ -206,6 +207,25 @@ async def test_events_that_come_before_the_tasks_turn_are_written_together(serve
     served.make(2)
     await wait_all_tasks_blocked()
     assert served.call.written == [[token(1), token(2)]]
+
+
+async def test_other_tasks_run_while_many_messages_are_written(unread_calls, nursery, monkeypatch):
+    """The test's own task has a turn before the last of the events that waited is written."""
+    served = Served(unread_calls, Call())
+    written = []
+
+    async def write(message):
+        written.append(message)
+
+    served.call.write = write
+    monkeypatch.setattr(call_writer, "MESSAGES_IN_TURN", 2)
+    served.make(*range(BUFFER))
+    nursery.start_soon(served.run)
+    seen = []
+    while len(written) < BUFFER:
+        await trio.lowlevel.checkpoint()
+        seen.append(len(written))
+    assert 2 in seen
 
 
 async def test_events_that_come_while_the_task_is_busy_are_not_lost(unread_calls, nursery):

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from engine.images.fit import FittedImage
 
 # The precisions of a vector, and the type codes of the arrays that hold its numbers. An array of
-# float16 does not exist: its numbers are rounded, and take two bytes only where they are sent.
+# float16 does not exist: one of unsigned integers has the bits.
 PRECISIONS = {
     "float32": "f",
-    "float16": "f",
+    "float16": "H",
     "int8": "b",
     "uint8": "B",
     "binary": "b",

@@ -7,6 +7,7 @@ ranges are checked by `engine.requests.encode.prepare`, before the first result.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ from engine.status import Capability
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from engine.core.encode.types import Numbers
 
@@ -178,9 +179,9 @@ def count_violations(field: str, count: int) -> Iterator[FieldViolation]:
 
 class Embedding(NamedTuple):
     """The vector of the input ``index``, made from ``tokens`` tokens. Its ``values`` are those of
-    the ``precision``; numbers of float16 are in an array of float32. Of a sparse vector they are
-    the weights at the places ``indices``, which ascend. Of several vectors, one for each token,
-    they are those of all ``rows``, one after the other."""
+    the ``precision``; those of float16 are their bits, which `numbers` reads. Of a sparse vector
+    they are the weights at the places ``indices``, which ascend. Of several vectors, one for each
+    token, they are those of all ``rows``, one after the other."""
 
     index: int  # type: ignore[assignment]  # the proto's name; it hides tuple.index
     values: Numbers
@@ -188,6 +189,13 @@ class Embedding(NamedTuple):
     precision: str = "float32"
     indices: array[int] | None = None
     rows: int | None = None
+
+    @property
+    def numbers(self) -> Sequence[float]:
+        """The values as numbers, whatever the precision."""
+        if self.precision != "float16":
+            return self.values
+        return struct.unpack(f"{len(self.values)}e", self.values)
 
 
 class Score(NamedTuple):

@@ -1,7 +1,7 @@
 """The kinds of encoders: what the modules' output is, and what a row's result is made of.
 
 Rule: a result depends on its own input and options alone. An output's ``results`` yields None for a
-row with numbers that are not finite.
+row with numbers that are not finite, and a violation for one that its options cannot have.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from engine.core.encode.types import EncodeInput, EncodeRow
+    from engine.errors import FieldViolation
 
     Array = np.ndarray[Any, Any]
     Features = dict[str, Any]
     Forward = Callable[[Sequence[EncodeInput]], Features]
-    Results = Iterator[EncodeRowResult | None]
+    Result = EncodeRowResult | FieldViolation | None
+    Results = Iterator[Result]
 
 QUERIES_KEPT = 16  # queries whose vectors are kept for the documents of later steps; a guess
 WORDS_AT_ONCE = 1024  # tokens of a forward that gives weights of a vocabulary for each; a guess
@@ -70,7 +72,7 @@ class Vectors(_Alone):
         vectors = features["sentence_embedding"].float().cpu().numpy()
         for row, vector in zip(rows, vectors, strict=True):
             made = packed(finished(vector, row.options, scales=self._normalizes), row.options)
-            yield None if made is None else EncodeRowResult(row.sequence, made)
+            yield EncodeRowResult(row.sequence, made) if isinstance(made, array) else made
 
 
 class Scores(_Alone):
@@ -114,8 +116,8 @@ class _Compared(ABC):
         return part
 
     @abstractmethod
-    def _result(self, row: EncodeRow, part: Array) -> EncodeRowResult | None:
-        """Return the result of a row without a query; None if a number is not finite."""
+    def _result(self, row: EncodeRow, part: Array) -> Result:
+        """Return the result of a row without a query."""
 
     def take_queries(self, rows: Sequence[EncodeRow]) -> None:
         """Compute the queries that are not kept. However many a plan has, all are kept until the
@@ -156,7 +158,7 @@ class SparseVectors(_Compared):
 
         return select_max_active_dims(features["sentence_embedding"].float().cpu(), self._most)
 
-    def _result(self, row: EncodeRow, part: Array) -> EncodeRowResult | None:
+    def _result(self, row: EncodeRow, part: Array) -> Result:
         if not np.isfinite(part).all():
             return None
         indices = np.flatnonzero(part > row.options.threshold)
@@ -184,9 +186,11 @@ class MultiVectors(_Compared):
     def _compared(self, part: Any) -> Any:
         return torch.from_numpy(finished(part.numpy(), EncodeOptions(), scales=self._normalizes))
 
-    def _result(self, row: EncodeRow, part: Array) -> EncodeRowResult | None:
+    def _result(self, row: EncodeRow, part: Array) -> Result:
         made = packed(finished(part, row.options, scales=self._normalizes), row.options)
-        return None if made is None else EncodeRowResult(row.sequence, made, rows=len(part))
+        if not isinstance(made, array):
+            return made
+        return EncodeRowResult(row.sequence, made, rows=len(part))
 
 
 def _without_normalize(modules: list[Any], name: str) -> tuple[list[Any], bool]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.core.encode.types import PRECISIONS
+from engine.errors import FieldViolation
 from engine.worker.load.reading import has_file
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
@@ -26,10 +27,14 @@ if TYPE_CHECKING:
 RANGES_NAME = "embedding_ranges.json"
 
 
-def packed(vector: np.ndarray[Any, Any], options: EncodeOptions) -> Numbers | None:
+TOO_GREAT = FieldViolation("precision", "is float16, which cannot hold a number of a vector")
+
+
+def packed(vector: np.ndarray[Any, Any], options: EncodeOptions) -> Numbers | FieldViolation | None:
     """Return vectors ([…, dimensions] float32), one after the other, in the precision of the
-    options; None if a number is not finite, or float16 cannot hold it. A binary precision has eight
-    dimensions in each number, the first in the highest bit, and a last number filled with zeros.
+    options; None if a number is not finite, `TOO_GREAT` if float16 cannot hold it. A binary
+    precision has eight dimensions in each number, the first in the highest bit, and a last number
+    filled with zeros.
 
     Source: sentence_transformers.util.quantize_embeddings.
     """
@@ -38,9 +43,9 @@ def packed(vector: np.ndarray[Any, Any], options: EncodeOptions) -> Numbers | No
     made = vector
     if options.precision == "float16":
         with np.errstate(over="ignore"):
-            made = vector.astype(np.float16).astype(np.float32)
+            made = vector.astype(np.float16)
         if not np.isfinite(made).all():
-            return None
+            return TOO_GREAT
     elif options.ranges:
         starts, steps = _parts(options.ranges)
         made = np.clip(np.floor((vector - starts) / steps), 0, 255).astype(np.uint8)

@@ -320,7 +320,11 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         assert self._output is not None, "the model is loaded"
         features = self._forward([row.input for row in rows], prompt_tokens)
         for row, result in zip(rows, self._output.results(features, rows), strict=True):
-            yield result or RowFailure(row.sequence, RowPhase.ENCODE, "its values are not finite")
+            if isinstance(result, EncodeRowResult):
+                yield result
+            else:
+                what = "its values are not finite" if result is None else str(result)
+                yield RowFailure(row.sequence, RowPhase.ENCODE, what, result)
 
     def _forward(self, inputs: Sequence[AnyInput], prompt_tokens: int = 0) -> dict[str, Any]:
         """Return the output of the modules for inputs of one kind, either queries or others. The

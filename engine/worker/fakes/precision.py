@@ -25,8 +25,7 @@ def in_precision(
 ) -> Numbers:
     """Return numbers in a precision. ``low`` and ``high`` are the ranges of int8 and uint8."""
     if precision == "float16":
-        form = f"<{len(values)}e"
-        return array("f", struct.unpack(form, struct.pack(form, *values)))
+        return array("H", struct.pack(f"{len(values)}e", *values))
     if precision == "float32":
         return array("f", values)
     if precision.endswith("int8"):
