@@ -5,12 +5,21 @@ from functools import partial
 
 import pytest
 import trio
+import trio.testing
 
 from engine.api.engine import open_engine
 from engine.api.handles import CrossEncoder, Encoder
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
-from engine.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, ShuttingDown
+from engine.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    RequestCancelled,
+    RequestTooLarge,
+    ShuttingDown,
+)
+from engine.requests.encode import prepare
+from engine.requests.encode import stream as encode_stream
 from engine.requests.encode.values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text.values import Started
 from engine.status import Capability
@@ -23,11 +32,12 @@ INPUTS = tuple((i + 1, 2) for i in range(30))
 
 
 def config(**fields):
-    """Return the configuration of a text model and two encoders."""
+    """Return the configuration of a text model and three encoders."""
     models = (
         ModelConfig("fake"),
         ModelConfig("emb", capability=Capability.TEXT_EMBEDDING),
         ModelConfig("rank", capability=Capability.RERANK),
+        ModelConfig("multi", capability=Capability.MULTI_VECTOR_EMBEDDING),
     )
     return EngineConfig(models=models, check_level=2, **fields)
 
@@ -88,6 +98,39 @@ async def test_a_stream_of_scores_and_of_the_best(engine):
     async with engine.rerank(best) as stream:
         got = [event async for event in stream if isinstance(event, Score)]
     assert got == sorted(scores, key=lambda one: -one.score)[:3]
+
+
+@in_engine(in_process_buffer=64)
+async def test_the_vectors_of_tokens_that_wait_for_a_reader_are_bounded_in_bytes(engine):
+    """The buffer would hold all of them."""
+    inputs = tuple((i + 1, 1, 2, 3) for i in range(30))
+    request = EmbedRequest(model="multi", kind="multi-vector", inputs=inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode_stream, "MATRICES_BYTES_MAX", 3 * 4 * 8 * 4)
+        async with engine.embed(request) as stream:
+            assert isinstance(await anext(stream), Started)
+            while not engine.statistics().totals.parked:
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            assert engine.statistics().totals.parked == 27
+            vectors = {one.index async for one in stream if isinstance(one, Embedding)}
+    assert vectors == set(range(30))
+
+
+@in_engine()
+async def test_vectors_of_tokens_beyond_a_message_are_refused_by_their_input(engine):
+    fields = {"model": "multi", "kind": "multi-vector", "inputs": ((1,), (2,) * 11, (3,) * 10)}
+
+    async def read(**more):
+        async with engine.embed(EmbedRequest(**fields, **more)) as stream:
+            return [event async for event in stream]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "MATRIX_BYTES_MAX", 10 * 8 * 4)
+        with pytest.raises(RequestTooLarge, match="a smaller precision") as caught:
+            await read()
+        assert [one.field for one in caught.value.violations] == ["inputs[1]"]
+        for more in ({"precision": "float16"}, {"dimensions": 7}):
+            assert len(await read(**more)) == 5
 
 
 @in_engine(script=FakeScript(step_s=0.02), max_num_seqs=1)

@@ -35,6 +35,13 @@ RANGED = ("int8", "uint8")
 Numbers: TypeAlias = "array[float] | array[int]"
 
 
+def bytes_of_row(dimensions: int, precision: str) -> int:
+    """Return the bytes of a vector in one of the `PRECISIONS`; "" is float32."""
+    if precision.endswith("binary"):
+        return -(-dimensions // 8)
+    return dimensions * {"float16": 2, "int8": 1, "uint8": 1}.get(precision, 4)
+
+
 class InputKind(Enum):
     """The kinds of inputs."""
 

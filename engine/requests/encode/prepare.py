@@ -24,6 +24,7 @@ from engine.core.encode.types import (
     EncodeRequest,
     ImageInput,
     TokenizedInput,
+    bytes_of_row,
 )
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
 from engine.requests.encode.values import QUERY, EmbedRequest
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     EncodeReplica = Replica[EncoderInfo, "EncodeTools"]
     EncodeAssignment = Assignment[EncodeRequests, EncodeReplica]
 
+# The most bytes of the vectors of one text. A message has all of them, and every client refuses one
+# of more than 4 MiB unless it is told otherwise; the slack is for the other fields.
+MATRIX_BYTES_MAX = 4 * 2**20 - 4096
 INPUT_CHARS = 64  # an input costs as much tokenising as so many characters of text; a guess
 
 
@@ -67,7 +71,8 @@ class InputPreparer:
         Raises:
             InvalidRequest: Fields are wrong for this model; it lists every one of them. Images are
                 only read if all other fields are right.
-            RequestTooLarge: Inputs are too long and may not be cut, or there are too many images.
+            RequestTooLarge: Inputs are too long and may not be cut, there are too many images, or
+                the vectors of a text may not fit into a message.
 
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
             is dropped.
@@ -96,6 +101,8 @@ class InputPreparer:
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
             options = EncodeOptions(raw_scores=bool(request.raw_scores))
         _check_lengths(tokenized, paths, may_cut=request.truncate is not False)
+        if isinstance(request, EmbedRequest) and request.kind == "multi-vector":
+            _check_matrices(request, tokenized, info)
         if isinstance(request, EmbedRequest) and request.has_images:
             images = await self._read_images(assignment, request.inputs)
         core_request = EncodeRequest(
@@ -289,6 +296,29 @@ def _check_lengths(
             violations.append(FieldViolation(path, what))
     if violations:
         raise (InvalidRequest if has_empty else RequestTooLarge)(violations)
+
+
+def _check_matrices(
+    request: EmbedRequest, tokenized: Sequence[TokenizedInput], info: EncoderInfo
+) -> None:
+    """Check that a vector for each token of an input fits into one message.
+
+    Raises:
+        RequestTooLarge: It may not; the error lists every such input.
+    """
+    each = bytes_of_row(request.dimensions or info.dimensions, request.precision)
+    violations = [
+        FieldViolation(
+            f"inputs[{index}]",
+            f"has {number} tokens, whose vectors of {each} bytes may take more than the "
+            f"{MATRIX_BYTES_MAX} of a message; ask for a smaller precision or fewer dimensions, or "
+            "split the text",
+        )
+        for index, item in enumerate(tokenized)
+        if (number := len(item.input.token_ids)) * each > MATRIX_BYTES_MAX
+    ]
+    if violations:
+        raise RequestTooLarge(violations)
 
 
 def _check_tokens(

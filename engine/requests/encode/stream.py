@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.core.common.credit import Credit
 from engine.core.common.phases import Phase
 from engine.core.common.types import RequestId
-from engine.core.encode.types import Encoded
+from engine.core.encode.types import Encoded, bytes_of_row
 from engine.requests.encode.values import (
     Embedding,
     EmbedRequest,
@@ -24,6 +25,8 @@ from engine.requests.text.values import Started
 
 if TYPE_CHECKING:
     from engine.core.common.events import Admitted, Finished, OutputEvent
+    from engine.core.encode.types import EncodeRequest
+    from engine.requests.prepared import Prepared
     from engine.requests.stream import StreamOptions
 
 
@@ -32,6 +35,10 @@ def credited_by(request: EncodeRequests) -> tuple[type, ...]:
     if isinstance(request, EmbedRequest):
         return (Embedding,)
     return (Score,) if request.top_n is None else ()
+
+
+# Bytes of the vectors of tokens that wait for one reader, or one text's if that has more; a guess.
+MATRICES_BYTES_MAX = 16 * 2**20
 
 
 class EncodeStream(RequestStream[EncodeEvent]):
@@ -52,6 +59,20 @@ class EncodeStream(RequestStream[EncodeEvent]):
         # Started, Finished, and the scores that are kept until the end, hold no message slot.
         num_beside = 2 + max(0, num_kept)
         super().__init__(request, options, num_beside=num_beside, credited=credited_by(request))
+        self._has_matrices = isinstance(request, EmbedRequest) and request.kind == "multi-vector"
+        if self._has_matrices:
+            self.num_per_release = 1
+
+    def _take(self, prepared: Prepared[EncodeRequest]) -> None:
+        """Let as many texts with a vector for each token wait for the reader as
+        `MATRICES_BYTES_MAX` has room for."""
+        if self._has_matrices and self.replica is not None:
+            options = prepared.request.options
+            number = options.dimensions or self.replica.info.dimensions
+            longest = max(input_.num_tokens for input_ in prepared.request.inputs)
+            largest = longest * bytes_of_row(number, options.precision)
+            most = max(1, MATRICES_BYTES_MAX // largest)
+            self.credit = Credit(min(self.credit.capacity, most))
 
     # ---- the loop's side
 
