@@ -154,15 +154,19 @@ class SparseVectors(_Compared):
         self._most = model.max_active_dims
 
     def _parts(self, features: Features) -> Any:
+        return features["sentence_embedding"].float().cpu()
+
+    def _compared(self, part: Any) -> Any:
+        """Return a text's weights as the library compares them: as many as the model says."""
         from sentence_transformers.util import select_max_active_dims
 
-        return select_max_active_dims(features["sentence_embedding"].float().cpu(), self._most)
+        return select_max_active_dims(part[None], self._most)[0]
 
     def _result(self, row: EncodeRow, part: Array) -> Result:
         if not np.isfinite(part).all():
             return None
         indices = np.flatnonzero(part > row.options.threshold)
-        most = row.options.top_k
+        most = self._most if row.options.top_k is None else row.options.top_k
         if most is not None and len(indices) > most:  # of equal weights, the first go on
             indices = np.sort(indices[np.argsort(-part[indices], kind="stable")[:most]])
         weights = array("f", part[indices].tolist())
