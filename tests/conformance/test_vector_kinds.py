@@ -487,6 +487,17 @@ def test_a_text_without_vectors_has_none_and_is_scored_as_the_library_does(tmp_p
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def templated(template):
+    """Return a change that gives a model a chat template, by which it reads every text."""
+
+    def change(directory):
+        (directory / "chat_template.jinja").write_text(template)
+        settings = directory / "sentence_bert_config.json"
+        edit_json(settings, lambda c: [c.pop("modality_config", None), c.pop("module_output_name")])
+
+    return change
+
+
 LATE_REFUSED = {
     "a function of somebody's own": (
         colbert(), modules_of("Transformer", "LambdaTokenPooling"),
@@ -504,6 +515,21 @@ LATE_REFUSED = {
     ),
     "an expansion longer than the model": (
         expanding(length=65), lambda _: None, "expands queries to 65 tokens, of at most 64",
+    ),
+    "a chat template of queries and documents": (
+        colbert(), templated("{{ messages[0].content }}{% if task == 'query' %}a{% endif %}"),
+        "has the variable 'task'",
+    ),
+    "expansion and a chat template": (
+        expanding(), templated("{{ messages[0].content }}"),
+        "expands queries and reads them by a chat template",
+    ),
+    "a processor's own forms of queries": (
+        colbert(),
+        lambda d: edit_json(
+            d / "sentence_bert_config.json", lambda c: c.update(transformer_task="retrieval")
+        ),
+        "has the transformer_task 'retrieval'",
     ),
     "pickled weights": (
         make_stanford,

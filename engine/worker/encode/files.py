@@ -52,6 +52,7 @@ OTHER_OUTPUTS = {
 PROJECTION = "linear.weight"  # in the first ColBERT models, whose files have no modules
 FIRST = {"Transformer", "CLIPModel", "MLMTransformer"}
 WITH_WEIGHTS = FIRST | {"Dense", "LayerNorm"}
+SETTINGS_NAME = "sentence_bert_config.json"
 PROCESSOR_NAMES = ("preprocessor_config.json", "processor_config.json")
 MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(?P<name>\w+)")
 ACTIVATION = re.compile(r"torch\.nn\.(modules\.\w+\.)?\w+")
@@ -79,6 +80,7 @@ def check(directory: Path, capability: Capability) -> Path:
             _check_weights(folder, name)
         if name == "Dense":
             _check_activation(read_json(folder, "config.json").get("activation_function"))
+    _check_task(folders[0])
     if has_file(folders[0] / "adapter_config.json"):
         raise Refusal("it is an adapter, and adapters are not supported")
     config = read_json(folders[0], "config.json")
@@ -95,6 +97,17 @@ def check(directory: Path, capability: Capability) -> Path:
     inner = config.get("sentence_transformers")
     _check_activation(inner.get("activation_fn") if isinstance(inner, dict) else None)
     return folders[0]
+
+
+def _check_task(folder: Path) -> None:
+    """Check that a model is not one of transformers' ForRetrieval classes, whose processors write
+    queries and documents in their own ways."""
+    settings = read_json(folder, SETTINGS_NAME) if has_file(folder / SETTINGS_NAME) else {}
+    if settings.get("transformer_task") == "retrieval":
+        raise Refusal(
+            f"its {SETTINGS_NAME} has the transformer_task 'retrieval' (ColPali and its kin), "
+            "which is not served; choose a checkpoint of BERT's kind"
+        )
 
 
 def _check_weights(folder: Path, module: str) -> None:

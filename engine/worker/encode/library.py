@@ -156,7 +156,8 @@ def input_template(transformer: Any, prompt: str, *, is_rerank: bool) -> InputTe
 
     Raises:
         Refusal: The model reads messages and has not exactly one chat template, or one without a
-            place for its inputs; or its files change how texts are read.
+            place for its inputs, or one that treats queries and documents in different ways, or it
+            expands queries; or its files change how texts are read.
     """
     settings = dict(transformer.processing_kwargs)
     if unsupported := sorted(TEXT_SETTINGS & settings.keys()):
@@ -171,6 +172,15 @@ def input_template(transformer: Any, prompt: str, *, is_rerank: bool) -> InputTe
         raise Refusal(
             "it reads its inputs as chat messages, and its tokenizer does not have exactly one "
             "chat template; choose a checkpoint with one in chat_template.jinja"
+        )
+    if transformer._chat_template_declares_task():
+        raise Refusal(
+            "its chat template has the variable 'task', by which it renders queries and documents "
+            "in different ways, and that is not supported; choose a checkpoint without it"
+        )
+    if transformer.query_expansion is not None:
+        raise Refusal(
+            "it expands queries and reads them by a chat template, which the library refuses, too"
         )
     return InputTemplate(
         tokenizer.chat_template,
