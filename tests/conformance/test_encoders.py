@@ -165,7 +165,9 @@ def test_a_models_ranges_are_read_from_its_folder(tmp_path):
     file = tmp_path / "embedding_ranges.json"
     file.write_text(json.dumps({"low": ranges[0].tolist(), "high": ranges[1].tolist()}))
     assert load(tmp_path)[1].ranges == ranges.tobytes()
-    for low, high in (([0.0] * 31, [1.0] * 31), ([1.0] * 32, [0.0] * 32), ([0.0] * 32, ["x"] * 32)):
+    wrong = [([0.0] * 31, [1.0] * 31), ([1.0] * 32, [0.0] * 32), ([0.0] * 32, ["x"] * 32)]
+    wrong.append(([-2e38] * 32, [2e38] * 32))  # float32 cannot hold the widths
+    for low, high in wrong:
         file.write_text(json.dumps({"low": low, "high": high}))
         with pytest.raises(SpawnFailed, match=r"embedding_ranges\.json is not of the form"):
             load(tmp_path)

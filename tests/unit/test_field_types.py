@@ -215,6 +215,7 @@ def test_a_value_of_a_wrong_type_is_named_with_what_is_wanted(make, sentence):
         (lambda: ranged([1.0], [0.5]), "ranges.high[0]"),
         (lambda: ranged([0.0, 1e39], [0.5, 2.0]), "ranges.low[1]"),
         (lambda: ranged([0.0], [math.nan]), "ranges.high[0]"),
+        (lambda: ranged([-2e38], [2e38]), "ranges.high[0]"),
         (lambda: ranged([0.0], [1.0, 2.0]), "ranges"),
         (lambda: ranged([0.0], [1.0], precision="binary"), "ranges"),
         (lambda: RerankRequest(documents=["a"]), "query"),

@@ -140,6 +140,10 @@ class EmbedRequest(CheckedFields):
                 what = f"is {most:g}, below ranges.low[{index}], which is {least:g}"
                 yield FieldViolation(f"ranges.high[{index}]", what)
                 return
+            if most - least > FLOAT32_MAX:
+                what = f"is {most:g}, more than a float32 above ranges.low[{index}]"
+                yield FieldViolation(f"ranges.high[{index}]", what)
+                return
 
 
 @dataclass(frozen=True, slots=True)

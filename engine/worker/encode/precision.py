@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from engine.core.encode.types import EncodeOptions, Numbers
 
+FLOAT32_MAX = np.finfo(np.float32).max
 RANGES_NAME = "embedding_ranges.json"
 
 
@@ -71,7 +72,8 @@ def read_ranges(directory: Path, dimensions: int) -> bytes:
     empty if it has none.
 
     Raises:
-        Refusal: The file has not two lists of so many numbers, of which the first are not greater.
+        Refusal: The file has not two lists of so many numbers, of which the first are not greater,
+            or float32 cannot hold the width of a range.
     """
     if not has_file(directory / RANGES_NAME):
         return b""
@@ -79,8 +81,10 @@ def read_ranges(directory: Path, dimensions: int) -> bytes:
     try:
         ranges = np.array([given["low"], given["high"]], dtype=np.float32)
         fits = ranges.shape == (2, dimensions) and bool(np.isfinite(ranges).all())
-        if not fits or (ranges[0] > ranges[1]).any():
-            raise ValueError
+        with np.errstate(over="ignore", invalid="ignore"):
+            widths = ranges[1] - ranges[0]
+            if not fits or not ((widths >= 0) & (widths <= FLOAT32_MAX)).all():
+                raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise Refusal(
             f'its {RANGES_NAME} is not of the form {{"low": […], "high": […]}} with the least and '
