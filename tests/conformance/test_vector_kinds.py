@@ -354,6 +354,8 @@ def late(request, tmp_path_factory):
     COLBERT[request.param](directory)
     runner, info = load(directory)
     assert (info.kind, info.dimensions) == (Capability.MULTI_VECTOR_EMBEDDING, 8)
+    if request.param == "limits":
+        assert (info.query_len, info.document_len) == (6, 11)
     yield request.param, runner, MultiVectorEncoder(str(directory), device="cpu")
     runner.close()
 
@@ -487,13 +489,31 @@ def test_a_text_without_vectors_has_none_and_is_scored_as_the_library_does(tmp_p
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def expanded_by_a_new_token(directory):
+    """Let a model expand queries by a token that only its tokenizer has."""
+
+    def add(tokenizer):
+        tokenizer["added_tokens"].append(
+            tokenizer["added_tokens"][-1] | {"id": 600, "content": "[N]"}
+        )
+
+    edit_json(directory / "tokenizer.json", add)
+    edit_json(
+        directory / "sentence_bert_config.json", lambda c: c["query_expansion"].update(token="[N]")
+    )
+
+
 def templated(template):
     """Return a change that gives a model a chat template, by which it reads every text."""
 
     def change(directory):
         (directory / "chat_template.jinja").write_text(template)
-        settings = directory / "sentence_bert_config.json"
-        edit_json(settings, lambda c: [c.pop("modality_config", None), c.pop("module_output_name")])
+        edit_json(
+            directory / "sentence_bert_config.json",
+            lambda c: c["modality_config"].update(
+                message=c["modality_config"]["text"] | {"format": "flat"}
+            ),
+        )
 
     return change
 
@@ -515,6 +535,14 @@ LATE_REFUSED = {
     ),
     "an expansion longer than the model": (
         expanding(length=65), lambda _: None, "expands queries to 65 tokens, of at most 64",
+    ),
+    "an expansion by a token without an embedding": (
+        expanding(), expanded_by_a_new_token, "of the id 600, outside the vocabulary of 600",
+    ),
+    "a query whose vectors are not finite": (
+        expanding(attend=True, length=40),
+        edit_tensors(lambda w: w["embeddings.position_embeddings.weight"][39].fill_(3e38)),
+        "its results are not finite numbers",
     ),
     "a chat template of queries and documents": (
         colbert(), templated("{{ messages[0].content }}{% if task == 'query' %}a{% endif %}"),

@@ -1,6 +1,7 @@
 """`Engine.embed` and `Engine.rerank` in process, in Trio and for blocking threads, on fakes."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -131,6 +132,25 @@ async def test_vectors_of_tokens_beyond_a_message_are_refused_by_their_input(eng
         assert [one.field for one in caught.value.violations] == ["inputs[1]"]
         for more in ({"precision": "float16"}, {"dimensions": 7}):
             assert len(await read(**more)) == 5
+
+
+async def test_token_ids_have_the_limit_of_a_text_in_their_role():
+    def make_runner(model, config):
+        runner = FakeEncoder(model.capability)
+        runner.info = replace(runner.info, query_len=2, document_len=4)
+        return runner
+
+    models = ModelConfig("multi", capability=Capability.MULTI_VECTOR_EMBEDDING)
+    fields = {"model": "multi", "kind": "multi-vector", "inputs": ((1, 2, 3, 4, 6),)}
+    async with open_engine(EngineConfig(models=models), make_runner=make_runner) as engine:
+        for name, most in (("query", 2), ("", 4)):
+            async with engine.embed(EmbedRequest(prompt_name=name, **fields)) as stream:
+                _, vectors, _ = [event async for event in stream]
+            assert (vectors.tokens, vectors.rows) == (most, most)
+            cut = EmbedRequest(prompt_name=name, truncate=False, **fields)
+            with pytest.raises(RequestTooLarge, match=f"of at most {most}"):
+                async with engine.embed(cut) as stream:
+                    await anext(stream)
 
 
 @in_engine(script=FakeScript(step_s=0.02), max_num_seqs=1)

@@ -120,8 +120,10 @@ class InputPreparer:
     async def _tokenize_inputs(
         self, request: EmbedRequest, replica: EncodeReplica, party: Hashable
     ) -> list[TokenizedInput]:
-        """Return the inputs as tokens, in order. Inputs that are ids are only cut."""
-        info = replica.info
+        """Return the inputs as tokens, in order. Inputs that are ids are only cut, to as many as a
+        text in their role may have."""
+        info, is_query = replica.info, request.prompt_name == QUERY
+        most = (info.query_len if is_query else info.document_len) or info.max_model_len
         places = [place for place, input_ in enumerate(request.inputs) if isinstance(input_, str)]
         texts = [input_ for input_ in request.inputs if isinstance(input_, str)]
 
@@ -138,12 +140,7 @@ class InputPreparer:
             _widened(
                 next(made)
                 if isinstance(input_, str)
-                else TokenizedInput(
-                    EncodeInput(
-                        input_[: info.max_model_len], is_query=request.prompt_name == QUERY
-                    ),
-                    len(input_),
-                ),
+                else TokenizedInput(EncodeInput(input_[:most], is_query=is_query), len(input_)),
                 info.text_width,
             )
             for input_ in request.inputs

@@ -27,6 +27,9 @@ class EncoderInfo(WorkerInfo):
     prompt_names: tuple[str, ...] = ()
     text_width: int = 0  # tokens to which each text is padded, in any batch; 0: no such padding
     images: ImageFit | None = None  # fits its images; None: it reads no images
+    # The most tokens of queries and of other texts, where they differ; None: ``max_model_len``.
+    query_len: int | None = None
+    document_len: int | None = None
 
     @property
     def capability(self) -> Capability:

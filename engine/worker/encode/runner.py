@@ -100,6 +100,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self._is_causal = False  # Whether the scores are logits of the next token.
         self._images: ImageReader | None = None
         self._expansion: Expansion | None = None
+        self._limits: dict[str, int] = {}  # The tokens of a text by its role, for `EncoderInfo`.
         self._input_tokenizer: EncoderTokenizer | None = None
 
     @property
@@ -211,6 +212,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             threads=spec.threads,
             text_width=text_width(config),
             images=None if self._images is None else self._images.fit,
+            query_len=self._limits.get("query_len"),
+            document_len=self._limits.get("document_len"),
         )
         progress(LoadProgress("warm-up"))
         self._warm_up()
@@ -246,6 +249,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             self._expansion = expansion_of(model[0], most)
             queries = make(max_tokens=most)
             self._input_tokenizer = RolesTokenizer(made, queries, prompts, self._expansion)
+            self._limits = {"query_len": most, "document_len": max_tokens}
             max_tokens = max(max_tokens, most)
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         self._has_types = "token_type_ids" in tokenizer.model_input_names
@@ -260,7 +264,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         return max_tokens
 
     def _check_fixed_ids(self, config: Any) -> None:
-        """Check ids that do not come from requests: the padding's, and types of a pair's tokens.
+        """Check ids that do not come from requests: the padding's, that of a query's expansion, and
+        types of a pair's tokens.
 
         Raises:
             Refusal: The model's embeddings have no rows for them.
@@ -269,6 +274,11 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             raise Refusal(
                 f"its padding token has the id {self._pad_id}, outside the vocabulary of "
                 f"{config.vocab_size}"
+            )
+        if self._expansion is not None and self._expansion.token_id >= config.vocab_size:
+            raise Refusal(
+                f"it expands queries by a token of the id {self._expansion.token_id}, outside the "
+                f"vocabulary of {config.vocab_size}"
             )
         num_types = getattr(config, "type_vocab_size", None)
         if self._has_types and num_types and self._capability is Capability.RERANK:
@@ -280,9 +290,12 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
                 )
 
     def _warm_up(self) -> None:
-        """Compute a short input of each kind, so that lazy initialisation happens before the first
-        request."""
+        """Compute a short input of each kind and role, so that lazy initialisation happens before
+        the first request."""
         inputs: list[AnyInput] = [EncodeInput((self._pad_id,) * 4)]
+        if self._capability is Capability.MULTI_VECTOR_EMBEDDING:
+            query = EncodeInput((self._pad_id,) * 4, is_query=True)
+            inputs.append(query if self._expansion is None else self._expansion.expanded(query))
         if self._images is not None:
             inputs.append(ImageInput(self._images.fit.blank(), self._images.fit.num_tokens))
         for input_ in inputs:
