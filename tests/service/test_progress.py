@@ -1,5 +1,6 @@
 """Events before the first token, at both doors of a server, in process, and on a terminal."""
 
+import json
 import os
 import pty
 import subprocess
@@ -17,6 +18,8 @@ from engine.core.text.types import Tokens
 from engine.requests.progress import INTERVAL_S
 from engine.requests.text.values import GenerateRequest, Started
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from grpc_service.openai.text_codec import decode_chat, decode_completion
+from grpc_service.openai.work import Context
 from tests.support.facades import run_loop
 from tests.support.openai_calls import CHAT, TEXT, ask
 from tests.support.server import fake
@@ -113,6 +116,21 @@ def test_http_sends_chunks_without_choices_in_the_form_of_llama_cpp(server, path
     assert parts[0]["total"] > 900
     assert parts[-1]["time_ms"] > parts[0]["time_ms"]
     check([one["processed"] for one in parts], [one["first_token_ms"] for one in parts])
+
+
+@pytest.mark.parametrize(
+    ("decode", "prompt"),
+    [
+        (decode_chat, {"messages": [{"role": "user", "content": "x"}]}),
+        (decode_completion, {"prompt": "x"}),
+    ],
+    ids=["chat", "text"],
+)
+def test_http_names_the_model_before_the_request_is_admitted(decode, prompt):
+    body = {**prompt, "model": "m", "stream": True, "return_progress": True}
+    work = decode(body, Context("r", None, 0, 0))
+    [chunk] = work.encoder.encode(0, [PromptProgress("load")])
+    assert json.loads(chunk.removeprefix(b"data: "))["model"] == "m"
 
 
 def test_http_says_which_of_several_prompts_is_meant(server):
