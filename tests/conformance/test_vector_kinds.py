@@ -6,6 +6,7 @@ Each text is computed alone and in a batch; both must be the library's values to
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -308,10 +309,17 @@ PUNCTUATION = ".,!?'-"
 LATE = {"query": "question: ", "document": "text: "}
 
 
-def pooled(directory):
+def pooled(directory, **fields):
     from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 
-    return make_multi_vector_embedder(directory, more=[HierarchicalTokenPooling(2.0)])
+    return make_multi_vector_embedder(directory, more=[HierarchicalTokenPooling(2.0)], **fields)
+
+
+def masked_last(directory):
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    mask = MultiVectorMask(skiplist_words=list(PUNCTUATION))
+    return make_multi_vector_embedder(directory, more=[mask])
 
 
 def colbert(**fields):
@@ -334,6 +342,8 @@ COLBERT = {
     "expansion by another token": expanding(token="[SEP]"),
     "the mean of the similarities": colbert(similarity="meanmaxsim"),
     "tokens in clusters": pooled,
+    "documents in clusters, and queries not normalised": partial(pooled, normalize=False),
+    "a mask behind the normalisation": masked_last,
     "PyLate's": make_pylate,
     "PyLate's, attended to": lambda directory: make_pylate(
         directory, attend_to_expansion_tokens=True, query_length=12, document_length=20
@@ -402,6 +412,9 @@ def test_vectors_of_tokens_are_cut_scaled_and_quantised(late):
         np.testing.assert_allclose(one / lengths, other, atol=1e-5)
     if name != "not normalised":
         check_matrices(matrices(runner, dimensions=5), scaled)
+    own = matrices(runner, dimensions=5, prompt_name="query")
+    scales = "not normalised" not in name
+    check_matrices(own, matrices(runner, dimensions=5, prompt_name="query", normalize=scales))
     ranges = np.stack([np.full(5, -0.5), np.full(5, 0.5)]).astype(np.float32)
     for precision in ("int8", "uint8", "binary", "ubinary"):
         own = {"ranges": ranges.tobytes()} if "int8" in precision else {}

@@ -179,8 +179,14 @@ class MultiVectors(_Compared):
     def __init__(self, model: Any, forward: Forward) -> None:
         super().__init__(model, forward)
         self.modules, self._normalizes = _without_normalize(list(model), "token_embeddings")
-        # A module that clusters tokens scales what is left.
-        self._normalizes |= getattr(self.modules[-1], "normalize_embeddings", False)
+        # A module that clusters the tokens of texts in some roles may scale what is left. In the
+        # other roles what comes before it decides.
+        last, self._scaled = self.modules[-1], set[str]()
+        if hasattr(last, "normalize_embeddings"):
+            _, before = _without_normalize(self.modules[:-1], "token_embeddings")
+            for role in ("query", "document"):
+                if last.normalize_embeddings if last.applies_to(role) else before:
+                    self._scaled.add(role)
         self.dimensions = int(model.get_embedding_dimension())
 
     def _parts(self, features: Features) -> Sequence[Any]:
@@ -191,7 +197,9 @@ class MultiVectors(_Compared):
         return torch.from_numpy(finished(part.numpy(), EncodeOptions(), scales=self._normalizes))
 
     def _result(self, row: EncodeRow, part: Array) -> Result:
-        made = packed(finished(part, row.options, scales=self._normalizes), row.options)
+        role = "query" if getattr(row.input, "is_query", False) else "document"
+        scales = self._normalizes or role in self._scaled
+        made = packed(finished(part, row.options, scales=scales), row.options)
         if not isinstance(made, array):
             return made
         return EncodeRowResult(row.sequence, made, rows=len(part))
@@ -199,10 +207,16 @@ class MultiVectors(_Compared):
 
 def _without_normalize(modules: list[Any], name: str) -> tuple[list[Any], bool]:
     """Return a model's modules without a Normalize at the end of the output ``name``, and whether
-    there was one. A request may leave it out, and it comes after a cut."""
-    last = modules[-1]
-    normalizes = type(last).__name__ == "Normalize" and last.module_output_name == name
-    return (modules[:-1] if normalizes else modules), normalizes
+    there was one. A request may leave it out, and it comes after a cut. Masks behind it only leave
+    vectors out."""
+    place = len(modules) - 1
+    while type(modules[place]).__name__ == "MultiVectorMask":
+        place -= 1
+    last = modules[place]
+    if type(last).__name__ != "Normalize":
+        return modules, False
+    normalizes = last.module_input_name == last.module_output_name == name
+    return (modules[:place] + modules[place + 1 :] if normalizes else modules), normalizes
 
 
 def finished(vectors: Array, options: EncodeOptions, *, scales: bool) -> Array:
