@@ -330,7 +330,7 @@ class PlainTransport:
 
 
 def name_of(certificate: Mapping[str, Any] | None) -> str:
-    """Return `PlainTransport.certified` of a certificate, as `ssl.SSLSocket.getpeercert` has it."""
+    """Return `PlainTransport.certified` of a certificate, as an SSL socket of Python returns it."""
     for kind, value in (certificate or {}).get("subjectAltName", ()):
         if kind in NAME_TYPES:
             return f"{NAME_TYPES[kind]}:{value}"

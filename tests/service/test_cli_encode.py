@@ -266,7 +266,7 @@ def test_embed_shows_how_many_vectors_a_text_has(ask):
 @pytest.mark.parametrize(
     ("precision", "numbers", "shown"),
     [
-        ("float16", array("f", [0.5, -2.0]), "+0.500 -2.000"),
+        ("float16", array("H", [0x3800, 0xC000]), "+0.500 -2.000"),
         ("int8", array("b", [3, -128]), "+3.000 -128.000"),
         ("uint8", array("B", [3, 255]), "+3.000 +255.000"),
         ("ubinary", array("B", [0b10100000]), "+1.000 -1.000 +1.000 -1.000 …"),
