@@ -384,7 +384,8 @@ def tasks_below(task):
 def all_switches():
     """Yield each thread's name, and how often it gave its core away because it waited."""
     for thread in threading.enumerate():
-        with contextlib.suppress(FileNotFoundError):  # the thread has just ended
+        # the thread has just ended, before its file was opened or before it was read
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             yield thread.name, switches(thread)
 
 
