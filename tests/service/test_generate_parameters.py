@@ -399,6 +399,10 @@ def check_logprobs(entries, tokens, logits, alternatives):
 DRAWN = 11  # the seed for rows without one
 
 
+# What a row that is to be continued asks for. Whether progress precedes Started depends on time.
+CONTINUED = {"token_ids": True, "progress": UNSET}
+
+
 def continuation_of(messages, n):
     """Return the Continuation for a client that has these messages of a stream."""
     choices = [{"token_ids": [], "finished": False} for _ in range(n)]
@@ -463,7 +467,7 @@ def uncut_of(channel, row):
 @pytest.mark.parametrize("index", range(len(COMBINED)))
 def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(channel, index):
     """Red without the replay of counts, stops, text or grammar (`SequenceState.replay`)."""
-    row = COMBINED[index] | {"token_ids": True}
+    row = COMBINED[index] | CONTINUED
     uncut = uncut_of(channel, row)
     if uncut:
         check_cut(channel, row, uncut, 1 + 7 * index % (len(uncut) - 1))
@@ -473,7 +477,7 @@ def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(channel, index):
 @pytest.mark.full
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_stream_may_be_cut_after_every_single_token(channel, row):
-    row = row | {"token_ids": True}
+    row = row | CONTINUED
     uncut = uncut_of(channel, row)
     for at in range(1, len(uncut)):
         check_cut(channel, row, uncut, at)
@@ -553,7 +557,7 @@ def check_attached(cut_line, row, at=None):
 @pytest.mark.parametrize("index", range(len(COMBINED)))
 def test_a_stream_whose_connection_was_cut_is_whole_and_computed_once(cut_line, index):
     """Red if Attach computes the request again, or misses or repeats an event."""
-    row = COMBINED[index] | {"token_ids": True}
+    row = COMBINED[index] | CONTINUED
     if uncut_of(cut_line[0].channel, row):
         check_attached(cut_line, row, 7 * index)
 
@@ -561,7 +565,7 @@ def test_a_stream_whose_connection_was_cut_is_whole_and_computed_once(cut_line, 
 @pytest.mark.full
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_connection_may_be_cut_after_every_single_token(cut_line, row):
-    row = row | {"token_ids": True}
+    row = row | CONTINUED
     if uncut_of(cut_line[0].channel, row):
         check_attached(cut_line, row)
 
@@ -571,7 +575,7 @@ def check_killed(directory, channel, rows, rounds):
     ``rounds`` returns for a number of messages after how many to cut, or None."""
     flags = ("--max-model-len", str(MAX_MODEL_LEN), "--served-model-name", "llama")
     rows = [
-        row | {"token_ids": True, "request_id": row["request_id"] and f"own {index}"}
+        row | {**CONTINUED, "request_id": row["request_id"] and f"own {index}"}
         for index, row in enumerate(rows)
     ]
     uncut = [uncut_of(channel, row) for row in rows]
@@ -647,16 +651,14 @@ def test_tokens_that_the_request_cannot_have_generated_are_refused_by_name(
 
 
 SEEDED = [
-    row | {"token_ids": True, "request_id": None}
+    row | {**CONTINUED, "request_id": None}
     for row in COMBINED
     if row["seed"] is not None and row["temperature"] != 0.0
 ]
 
 
 UNSEEDED = [
-    row | {"token_ids": True}
-    for row in COMBINED
-    if row["seed"] is None and row["temperature"] != 0.0
+    row | CONTINUED for row in COMBINED if row["seed"] is None and row["temperature"] != 0.0
 ][:3]
 
 
