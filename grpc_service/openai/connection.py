@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import h11
 import trio
-from anycorn.events import Closed, Updated
+from anycorn.events import Closed, RawData, Updated
 from anycorn.tcp_server import TCPServer
 from anyio.abc import SocketAttribute
 
@@ -340,9 +340,11 @@ def _restrain(protocol: Any) -> None:
         body = encode_json(told)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers.append((b"connection", b"close"))
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body)):
-            await protocol._send_h11_event(event)
-        await protocol._send_h11_event(h11.EndOfMessage())
+        answer = h11.Response(status_code=status, headers=headers)
+        events = (answer, h11.Data(data=body), h11.EndOfMessage())
+        # all at once, else the request's own answer could come between
+        framed = b"".join([protocol.connection.send(event) for event in events])
+        await protocol.send(RawData(data=framed))
 
     protocol._check_protocol = _stay
     protocol._create_stream = create
@@ -352,21 +354,32 @@ def _restrain(protocol: Any) -> None:
 
 
 class _Framing(h11.Connection):
-    """h11's connection, without two reasons for which anycorn would act too early. A client's wish
-    to be told to go on is hidden from it, which `HttpConnection.go_on` fulfils behind the checks.
-    And what follows a connection's last request is dropped: h11 calls it an error, for which
-    anycorn closes the connection before the answer is sent."""
+    """h11's connection, without three reasons for which anycorn would act too early. A client's
+    wish to be told to go on is hidden from it, which `HttpConnection.go_on` fulfils behind the
+    checks. What follows a connection's last request is dropped: h11 calls it an error, for which
+    anycorn closes the connection before the answer is sent. And a body that turns out to be
+    malformed when its request is being answered already is taken for one that has ended."""
+
+    _is_malformed = False
 
     @property
     def they_are_waiting_for_100_continue(self) -> bool:
         return False
 
     def receive_data(self, data: bytes) -> None:
-        if self.their_state is not h11.MUST_CLOSE:
+        if self.their_state is not h11.MUST_CLOSE and not self._is_malformed:
             super().receive_data(data)
 
     def next_event(self) -> Any:
-        return h11.NEED_DATA if self.their_state is h11.MUST_CLOSE else super().next_event()
+        if self.their_state is h11.MUST_CLOSE or self._is_malformed:
+            return h11.NEED_DATA
+        try:
+            return super().next_event()
+        except h11.RemoteProtocolError:
+            if self.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+                raise
+            self._is_malformed = True
+            return h11.EndOfMessage()
 
 
 async def _stay(event: object) -> None:

@@ -758,7 +758,7 @@ def test_a_page_that_is_named_may_ask_first(paged):
     assert "access-control-allow-headers" not in refused.headers
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 MALFORMED = {
     "no request": (b"hello\r\n\r\n", 400),
     "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
