@@ -28,6 +28,7 @@ from engine.worker.load.refusal import Refusal
 from engine.worker.quantized.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode
 from engine.worker.skeleton.config import SkeletonConfig
 from engine.worker.text import files as model_files
+from engine.worker.text import placed_model
 from engine.worker.text import runner as text_runner
 from engine.worker.text.files import open_files
 from engine.worker.text.runner import TorchRunner
@@ -724,6 +725,28 @@ def test_a_tokenizer_is_built_beside_the_first_step(checkpoints, tmp_path, monke
     waits(text_runner, "compute")
     runner, _ = load_gguf(path)
     runner.close()
+
+
+def test_a_tokenizer_is_built_before_blocks_are_packed_into_memory(
+    checkpoints, tmp_path, monkeypatch
+):
+    """What building takes for a while would come atop the weights."""
+    path, order = write_model(checkpoints("llama"), tmp_path / "model.gguf", Q8_0), []
+
+    def notes(module, name):
+        function = getattr(module, name)
+
+        def note(*args):
+            order.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(module, name, note)
+
+    notes(model_files, "build_tokenizer")
+    notes(placed_model, "_prepared")
+    runner, _ = load_gguf(path, packed_cache="off")
+    runner.close()
+    assert order == ["build_tokenizer", "_prepared"]
 
 
 def test_a_tokenizer_that_cannot_be_built_is_named_and_not_the_step(

@@ -301,8 +301,11 @@ def place(
                 )
             division.complete(model, source.directory)
         recurrence = RECURRENT[architecture.name] if sizes.states else None
+        packer = layers()
+        if in_blocks and type(packer) is Layers:  # blocks fill memory; what building takes is free
+            make_tokenizer = _returning(make_tokenizer())
         cache, execution = _prepared(
-            spec, model, sizes, chosen, division, recurrence, layers(), counted.add
+            spec, model, sizes, chosen, division, recurrence, packer, counted.add
         )
     progress(LoadProgress("warm-up"))
     opened = None
@@ -323,6 +326,11 @@ def place(
         source.is_demo,
         opened,
     )
+
+
+def _returning(tokenizer: HfTokenizer) -> Callable[[], HfTokenizer]:
+    """Return a function that returns ``tokenizer``."""
+    return lambda: tokenizer
 
 
 @contextmanager
