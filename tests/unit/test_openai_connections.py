@@ -2,6 +2,7 @@
 when a connection without a request is closed."""
 
 import gc
+import re
 import time
 import tracemalloc
 from functools import partial
@@ -12,8 +13,9 @@ import trio
 import trio.testing
 
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import InvalidRequest
+from engine.errors import ConfigError, InvalidRequest
 from engine.worker.fakes.text import FakeRunner
+from grpc_service.app import openai_port
 from grpc_service.app.application import serve
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.openai import call as http_call
@@ -276,3 +278,12 @@ def test_work_that_is_left_costs_its_address_time_and_answered_work_pays(monkeyp
     run_beside(client)
     [debt_s] = debts
     assert (debt_s > 0) == is_left
+
+
+def test_without_the_extra_the_server_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(openai_port, "find_spec", lambda name: None)
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(ConfigError, match=re.escape("pip install 'triolet[openai]'")),
+        flatten_subgroups=True,
+    ):
+        run_beside(lambda port: None)
