@@ -16,6 +16,7 @@ from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.image_generation.scheduler import ImageGenerationScheduler
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Tokens
+from engine.requests.encode.classify_values import ClassifyRequest
 from engine.requests.encode.prepare import EncodeTools, InputPreparer
 from engine.requests.encode.stream import EncodeStream
 from engine.requests.encode.values import EmbedRequest, RerankRequest
@@ -75,10 +76,10 @@ class TextKind:
 
 @dataclass(frozen=True, slots=True)
 class EncodeKind:
-    """Implements `ReplicaKind` and `RequestKind` for embedding and reranking."""
+    """Implements `ReplicaKind` and `RequestKind` for embedding, reranking and classifying."""
 
     capabilities = tuple(capability for capability in Capability if capability.encodes)
-    request_types = (EmbedRequest, RerankRequest)
+    request_types = (EmbedRequest, RerankRequest, ClassifyRequest)
     default_threads = 1
     token_event = None
     make_stream = EncodeStream

@@ -14,6 +14,10 @@ from engine.core.common.types import EndReason as EndReason
 from engine.core.text.types import Constraint as Constraint
 from engine.core.text.types import Tokens as Tokens
 from engine.errors import TrioletError as TrioletError
+from engine.requests.encode.classify_values import Classification as Classification
+from engine.requests.encode.classify_values import ClassifyRequest as ClassifyRequest
+from engine.requests.encode.classify_values import Entity as Entity
+from engine.requests.encode.classify_values import LabelScore as LabelScore
 from engine.requests.encode.values import Embedding as Embedding
 from engine.requests.encode.values import EmbedRequest as EmbedRequest
 from engine.requests.encode.values import RerankRequest as RerankRequest

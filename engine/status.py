@@ -20,6 +20,8 @@ class Capability(Enum):
     TEXT_TO_IMAGE = "text-to-image"
     SPARSE_EMBEDDING = "sparse-embedding"
     MULTI_VECTOR_EMBEDDING = "multi-vector-embedding"
+    TEXT_CLASSIFICATION = "text-classification"
+    TOKEN_CLASSIFICATION = "token-classification"
 
     @property
     def generates_text(self) -> bool:
@@ -28,8 +30,8 @@ class Capability(Enum):
 
     @property
     def encodes(self) -> bool:
-        """Whether a model with this capability serves Embed or Rerank."""
-        return self.value.endswith("embedding") or self is Capability.RERANK
+        """Whether a model with this capability serves Embed, Rerank or Classify."""
+        return self.value.endswith(("embedding", "classification")) or self is Capability.RERANK
 
 
 class ModelState(Enum):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from engine.core.common.events import PauseMode
     from engine.core.common.types import Explanation
     from engine.pool.loader import RunnerFactory
+    from engine.requests.encode.classify_values import ClassifyEvent, ClassifyRequest
     from engine.requests.encode.values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
     from engine.requests.image_generation.values import DrawRequest, ImageGenerationEvent
     from engine.requests.kind import ClientRequest
@@ -159,6 +160,10 @@ class Engine(_Block):
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
         """Score every document (`engine.api.engine.Engine.rerank`); begins like `generate`."""
         return self._submit(request_of("rerank", request))
+
+    def classify(self, request: ClassifyRequest) -> Stream[ClassifyEvent]:
+        """Label every input (`engine.api.engine.Engine.classify`); begins like `generate`."""
+        return self._submit(request_of("classify", request))
 
     def draw(self, request: DrawRequest | str) -> Stream[ImageGenerationEvent]:
         """Draw images of a prompt (`engine.api.engine.Engine.draw`); begins like `generate`."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
+from engine.requests.encode.classify_values import ClassifyRequest
 from engine.requests.encode.values import EmbedRequest, RerankRequest
 from engine.requests.field_types import options, wrong_type
 from engine.requests.image_generation.values import DrawRequest
@@ -24,6 +25,7 @@ CALLS: dict[str, tuple[type[Any], str, str]] = {
     "generate": (GenerateRequest, "text", ""),
     "embed": (EmbedRequest, "", ", which has the inputs"),
     "rerank": (RerankRequest, "", ", which has query and documents"),
+    "classify": (ClassifyRequest, "", ", which has the inputs"),
     "draw": (DrawRequest, "prompt", ""),
 }
 
@@ -50,8 +52,7 @@ def require_list(name: str, texts: Sequence[str | bytes]) -> None:
 
 
 def request_of(call: str, given: Any) -> Any:
-    """Return the request of a call of ``generate``, ``embed``, ``rerank`` or ``draw``, which may be
-    given as a text (`CALLS`).
+    """Return the request of a call of `CALLS`, which may be given as a text if that says so.
 
     Raises:
         TypeError: ``given`` is of another type.

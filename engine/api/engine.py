@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from engine.pool.registry import FindCapability
     from engine.replica.loop import OnEvent, WriteBatch
     from engine.replica.replica import AnyRunner
-    from engine.replica.telemetry import EngineTelemetry
+    from engine.requests.encode.classify_values import ClassifyEvent, ClassifyRequest
     from engine.requests.encode.values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
     from engine.requests.image_generation.values import DrawRequest, ImageGenerationEvent
     from engine.requests.text.chat_values import Chat
@@ -68,7 +68,8 @@ class Engine:
     """A running engine; made by `open_engine`. All methods belong to its Trio thread.
 
     ``submit`` is `Supervisor.submit`, for callers with a reader of their own. ``abort``,
-    ``abort_all``, ``list_live`` and ``num_live_of`` are the supervisor's, too. ``registry`` has the
+    ``abort_all``, ``list_live`` and ``num_live_of`` are the supervisor's, too. ``telemetry``
+    returns the statistics and the timings, and never waits for a step. ``registry`` has the
     configured models, and is read-only. ``detached`` has the streams that clients may attach to,
     and the streams whose clients are away. ``adapters`` loads and unloads adapters (LoRA) while
     their bases serve.
@@ -88,6 +89,7 @@ class Engine:
         self._supervisor = supervisor
         self._vision_input = VisionInput(supervisor.tokenizing)
         self._snapshots = Snapshots(pool, supervisor)
+        self.telemetry = self._snapshots.telemetry
 
     # ---- generating and encoding
 
@@ -123,6 +125,10 @@ class Engine:
         """Return a stream of one score per document, like `embed`; with ``top_n``, sorted and at
         the end."""
         return Stream(self, request_of("rerank", request))
+
+    def classify(self, request: ClassifyRequest) -> Stream[ClassifyEvent]:
+        """Return a stream of the labels or the entities of each input, like `embed`."""
+        return Stream(self, request_of("classify", request))
 
     def draw(self, request: DrawRequest | str) -> Stream[ImageGenerationEvent]:
         """Return the stream of a drawing; a text is its prompt. The stream has Started, the
@@ -222,10 +228,6 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Return the current counters; never waits for a step."""
         return self._snapshots.statistics()
-
-    def telemetry(self) -> EngineTelemetry:
-        """Return the statistics and the timings; never waits for a step."""
-        return self._snapshots.telemetry()
 
     # ---- operating
 

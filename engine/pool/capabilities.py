@@ -29,8 +29,9 @@ class ModelTraits:
 
 
 def _sentence_transformers(description: str, *also: Capability) -> ModelTraits:
-    """Return the traits of models that sentence-transformers loads: its loading changes torch's
-    default dtype for every thread, and its import takes seconds (D14)."""
+    """Return the traits of models that sentence-transformers or transformers' own classes load:
+    their loading changes torch's default dtype for every thread, and their import takes seconds
+    (D14)."""
     return ModelTraits(description, also, loads_alone=True, loads_last=True)
 
 
@@ -40,7 +41,10 @@ _DRAWS = ModelTraits("makes images", loads_alone=True, loads_last=True)
 TRAITS = {
     Capability.TEXT_TO_TEXT: ModelTraits("generates text", has_kv_cache=True),
     Capability.TEXT_EMBEDDING: _sentence_transformers("makes embeddings"),
-    Capability.RERANK: _sentence_transformers("reranks"),
+    # A reranker is a classifier with one label, as reward models are, too.
+    Capability.RERANK: _sentence_transformers("reranks", Capability.TEXT_CLASSIFICATION),
+    Capability.TEXT_CLASSIFICATION: _sentence_transformers("classifies texts"),
+    Capability.TOKEN_CLASSIFICATION: _sentence_transformers("labels the tokens of texts"),
     Capability.IMAGE_EMBEDDING: _sentence_transformers("embeds images", Capability.TEXT_EMBEDDING),
     Capability.SPARSE_EMBEDDING: _sentence_transformers("makes sparse vectors", Capability.RERANK),
     Capability.MULTI_VECTOR_EMBEDDING: _sentence_transformers(

@@ -211,6 +211,20 @@ def _input(given: Any) -> str | bytes | tuple[int, ...]:
     return bytes(given) if isinstance(given, _Bytes) else _ids(given)
 
 
+def _labelled(given: Any) -> tuple[str | tuple[int, ...] | tuple[str, str], ...]:
+    inputs = (given,) if isinstance(given, str) else _tuple(given)
+    return inputs if set(map(type, inputs)) <= {str} else tuple(map(_labelled_one, inputs))
+
+
+def _labelled_one(given: Any) -> str | tuple[int, ...] | tuple[str, str]:
+    if isinstance(given, str):
+        return given
+    texts = _tuple(given)
+    if _types(texts) != {str}:
+        return _ids(given)
+    return texts if len(texts) == 2 else _refuse(given)
+
+
 def _ranges(given: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     rows = [tuple(map(_number, row)) for row in given]
     return (rows[0], rows[1]) if len(rows) == 2 else _refuse(given)
@@ -244,6 +258,7 @@ ANNOTATED = {
     "Mapping[int, float]": _field_type("a mapping of token ids to numbers", None, (), _biases),
 }
 INPUTS = _field_type("a list of texts, lists of token ids, or bytes of images", (), (), _inputs)
+LABELLED = _field_type("a list of texts, pairs of texts, or lists of token ids", (), (), _labelled)
 RANGES = _field_type("two lists of numbers, the least and the greatest", None, (), _ranges)
 MAPPING = _field_type("a mapping", None, (dict,), _mapping)
 MESSAGES = _field_type("a list of mappings, each with role and content", (), (), _mappings)

@@ -227,6 +227,10 @@ def first_requests(engine: Engine, config: ServerConfig, port: int) -> Iterator[
     if Capability.RERANK in kinds:
         texts = '"Where is the dog?" "The dog sleeps." "The ship left."'
         yield f"triolet rerank {texts}{server}{needs}"
+    if Capability.TEXT_CLASSIFICATION in kinds:
+        yield f'triolet classify "I am happy." "I am afraid."{server}{needs}'
+    if Capability.TOKEN_CLASSIFICATION in kinds:
+        yield f'triolet classify --aggregation simple "Ann lives in Rome."{server}{needs}'
     if Capability.TEXT_TO_IMAGE in kinds:
         yield f'triolet draw "a red circle" -o FILE{server}{needs}'
     if Capability.TEXT_TO_TEXT in kinds and not needs:

@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING
 from engine.errors import ConfigError
 from engine.gc_tuning import collect_hardly
 from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
+from grpc_service.cli.arguments import (
+    add_client,
+    add_images,
+    add_model,
+    add_numbers,
+    add_texts,
+    number_of,
+)
 from grpc_service.cli.flags import configs_of
 from grpc_service.cli.interrupts import ignore_hangups, raise_on_ctrl_c
 from grpc_service.cli.linking import link_torch
-from grpc_service.cli.security import add_security_arguments
 from grpc_service.cli.serve_arguments import add_inspect_arguments, add_serve_arguments
-from grpc_service.cli.values import COUNT, SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,10 +39,7 @@ exit codes of serve: 0 all requests finished, 75 some were cut, 1 the server can
 command line is wrong, 70 an internal error or a step that hangs, 128 + n a second signal n"""
 EXIT_USAGE = 2  # argparse exits with it, too
 EXIT_INTERRUPTED = 130
-SERVER_VARIABLE = "TRIOLET_SERVER"
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-UINT32_MAX = 2**32 - 1
-UINT64_MAX = 2**64 - 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,10 +109,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(add("chat", "talk with a model, line by line"))
     _add_embed(add("embed", "turn texts into vectors, and show how similar they are"))
     _add_rerank(add("rerank", "sort documents by how well they answer a query"))
+    _add_classify(add("classify", "label texts, or find entities in them"))
     _add_draw(add("draw", "draw images of a prompt"))
     _add_tokenize(add_query("tokenize", "split a text into tokens, or turn ids into text"))
     _add_models(add("models", "list the server's models, load and unload them"))
-    _add_client(add_query("stats", "show what the server is doing"), timeout_s=30)
+    add_client(add_query("stats", "show what the server is doing"), timeout_s=30)
     _add_operating(add_query)
     _add_doctor(add("doctor", "check whether this machine can serve models"))
     proto = add("proto", "write the .proto files of the API, to make clients from")
@@ -136,51 +140,6 @@ class _ShowVersion(argparse.Action):
         parser.exit()
 
 
-def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
-    """Add the flags that every client command has."""
-    parser.add_argument(
-        "--server",
-        default=os.environ.get(SERVER_VARIABLE) or f"{DEFAULT_HOST}:{DEFAULT_PORT}",
-        metavar="ADDRESS",
-        help=f"HOST:PORT or unix:PATH of the server (default: ${SERVER_VARIABLE}, or "
-        f"{DEFAULT_HOST}:{DEFAULT_PORT})",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_number("seconds"),
-        default=timeout_s,
-        metavar="SECONDS",
-        help=f"longest wait for the answer (default: {'none' if timeout_s is None else timeout_s})",
-    )
-    parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
-    add_security_arguments(parser)
-
-
-def _add_numbers(parser: argparse.ArgumentParser, *rows: tuple[str, str, str, str]) -> None:
-    """Add flags of numbers: each with its kind (`_number`), its placeholder, and its help."""
-    for flag, kind, metavar, what in rows:
-        parser.add_argument(flag, type=_number(kind), metavar=metavar, help=what)
-
-
-def _add_model(
-    parser: argparse.ArgumentParser, default: str = "the first that can do this"
-) -> None:
-    parser.add_argument("--model", default="", help=f"name of the model (default: {default})")
-
-
-def _add_images(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add a flag for images, which takes several paths and may be repeated."""
-    parser.add_argument(
-        "--image",
-        dest="images",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help=what,
-    )
-
-
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
     parser.add_argument(
@@ -204,7 +163,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "model that reads images; may be repeated",
     )
     _add_sampling(parser)
-    _add_numbers(
+    add_numbers(
         parser,
         ("--n", "count", "N", "number of completions, 1 to 16"),
         *(
@@ -218,7 +177,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
             for flag, of in (("--logprobs", "completion"), ("--prompt-logprobs", "prompt"))
         ),
     )
-    _add_client(parser, timeout_s=None)
+    add_client(parser, timeout_s=None)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -252,20 +211,20 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reasoning-budget",
         dest="budget_tokens",
-        type=_number("count"),
+        type=number_of("count"),
         metavar="N",
         help="most tokens of reasoning; a sentence may end up to a quarter or 64 tokens later",
     )
-    _add_images(parser, "images (JPEG, PNG, WebP or GIF) that go before the first message")
+    add_images(parser, "images (JPEG, PNG, WebP or GIF) that go before the first message")
     _add_sampling(parser)
-    _add_client(parser, timeout_s=None)
+    add_client(parser, timeout_s=None)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the model and of sampling, which are fields of `SamplingParams`. The server
     checks the ranges."""
-    _add_model(parser)
-    _add_numbers(
+    add_model(parser)
+    add_numbers(
         parser,
         ("--max-tokens", "count", "N", "most tokens to generate, at least 1"),
         ("--temperature", "real", "T", "0 takes the likeliest token; to 100"),
@@ -308,10 +267,10 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
         "or, of many, the nearest of each. --json prints all numbers, one line per text or image, "
         "in their order."
     )
-    _add_texts(parser, "texts", "TEXT", "the texts to embed")
+    add_texts(parser, "texts", "TEXT", "the texts to embed")
     what = "files of images (JPEG, PNG, WebP or GIF), for a model that embeds images; texts come "
-    _add_images(parser, f"{what}before this flag")
-    _add_numbers(
+    add_images(parser, f"{what}before this flag")
+    add_numbers(
         parser,
         ("--dimensions", "count", "N", "cut vectors to N numbers, for models that allow it"),
         ("--top-k", "count", "N", "only the N greatest weights of a sparse vector"),
@@ -343,7 +302,7 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
         help='JSON of the least and the greatest number of each dimension, {"low": […], "high": '
         "[…]}, for int8 and uint8 (default: those in the model's folder)",
     )
-    _add_client(parser, timeout_s=None)
+    add_client(parser, timeout_s=None)
 
 
 def _add_rerank(parser: argparse.ArgumentParser) -> None:
@@ -352,14 +311,40 @@ def _add_rerank(parser: argparse.ArgumentParser) -> None:
         "and its place among the given documents."
     )
     parser.add_argument("query", help="the query")
-    _add_texts(parser, "documents", "DOCUMENT", "the documents to sort")
-    _add_numbers(parser, ("--top-n", "count", "N", "only the N best (default: all)"))
+    add_texts(parser, "documents", "DOCUMENT", "the documents to sort")
+    add_numbers(parser, ("--top-n", "count", "N", "only the N best (default: all)"))
     parser.add_argument(
         "--raw-scores",
         action="store_true",
         help="show the model's own scores, without its activation (mostly a sigmoid)",
     )
-    _add_client(parser, timeout_s=None)
+    add_client(parser, timeout_s=None)
+
+
+def _add_classify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Label texts. Shows each text's best labels with their scores or, with --aggregation, the "
+        "entities in it. --json prints everything, one line per text, in their order."
+    )
+    add_texts(parser, "texts", "TEXT", "the texts to label")
+    parser.add_argument(
+        "--pair", metavar="TEXT", help="read each text together with this one, as its second"
+    )
+    add_numbers(parser, ("--top-k", "count", "N", "only the N best labels (default: all)"))
+    for flag, choices, what in (
+        (
+            "--activation",
+            ("none", "sigmoid", "softmax"),
+            "function that makes scores of logits (default: as the model's config says)",
+        ),
+        (
+            "--aggregation",
+            ("none", "simple", "first", "average", "max"),
+            "find entities, by a model that labels tokens; how these become entities",
+        ),
+    ):
+        parser.add_argument(flag, choices=choices, help=what)
+    add_client(parser, timeout_s=None)
 
 
 def _add_draw(parser: argparse.ArgumentParser) -> None:
@@ -376,14 +361,14 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
         help="the file to write; the end of its name decides the format; with --n, each file gets "
         "a number before that end; - is standard output",
     )
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument(
         "--negative", default="", metavar="TEXT", help="what the images are to be unlike"
     )
     parser.add_argument(
         "--size", type=_size, metavar="WxH", help="width and height in pixels, multiples of 8"
     )
-    _add_numbers(
+    add_numbers(
         parser,
         ("--n", "count", "N", "number of images, 1 to 8"),
         ("--steps", "count", "N", "number of denoising steps, 1 to 150"),
@@ -404,7 +389,7 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=("png", "jpeg", "webp"), help="the files' format (default: by FILE)"
     )
-    _add_client(parser, timeout_s=None)
+    add_client(parser, timeout_s=None)
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -417,45 +402,26 @@ def _size(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 512x512") from None
 
 
-def _add_texts(parser: argparse.ArgumentParser, name: str, metavar: str, what: str) -> None:
-    """Add the arguments for many texts, and the flag for texts that are too long."""
-    parser.add_argument(
-        name,
-        nargs="*",
-        metavar=metavar,
-        help=f"{what}; - reads the lines of standard input, as does giving none",
-    )
-    parser.add_argument("--file", metavar="FILE", help=f"a file with a {metavar.lower()} per line")
-    _add_model(parser)
-    parser.add_argument(
-        "--no-truncate",
-        dest="truncate",
-        action="store_false",
-        default=None,
-        help="refuse texts that are longer than the model allows (default: cut off their ends)",
-    )
-
-
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="?", help="the text; - reads it from standard input")
     parser.add_argument(
         "--detokenize",
         nargs="+",
-        type=_number("count"),
+        type=number_of("count"),
         metavar="ID",
         help="turn these ids into text instead",
     )
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument(
         "--no-special-tokens",
         action="store_true",
         help="leave out the special tokens that the model would add",
     )
-    _add_client(parser, timeout_s=30)
+    add_client(parser, timeout_s=30)
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    _add_client(parser, timeout_s=None)
+    add_client(parser, timeout_s=None)
     parser.set_defaults(action="list")
     actions = parser.add_subparsers(metavar="ACTION")
 
@@ -468,7 +434,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     load = add("load", "load a model, or more replicas of it")
     load.add_argument("name", metavar="NAME")
     what = "number of replicas, as many as fit in memory (default: as configured)"
-    _add_numbers(load, ("--replicas", "count", "N", what))
+    add_numbers(load, ("--replicas", "count", "N", what))
     unload = add("unload", "take a model out of memory; the next request for it loads it again")
     unload.add_argument("name", metavar="NAME")
     load_adapter = add(
@@ -485,9 +451,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     unload_adapter.add_argument("name", metavar="BASE:NAME")
     what = "how long its requests may take to finish (default: the server's --drain-timeout)"
     for action in (unload, unload_adapter):
-        _add_numbers(action, ("--drain", "real", "SECONDS", what))
+        add_numbers(action, ("--drain", "real", "SECONDS", what))
     for action in (listing, load, unload, load_adapter, unload_adapter):
-        _add_client(action, timeout_s=None)
+        add_client(action, timeout_s=None)
         _leave_defaults_to_parent(action)
 
 
@@ -512,18 +478,18 @@ def _add_operating(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     resume = add("resume", "compute again after a pause")
     reset = add("reset-prefix-cache", "forget cached prefixes")
     for command in (pause, resume, reset):
-        _add_model(command, "all")
-        _add_client(command, timeout_s=30)
+        add_model(command, "all")
+        add_client(command, timeout_s=30)
     drain = add("drain", "close the port and wait for the running requests")
     what = "cut requests that run longer (default: the server's --drain-timeout)"
-    _add_numbers(drain, ("--cut-after", "real", "SECONDS", what))
-    _add_client(drain, timeout_s=None)
+    add_numbers(drain, ("--cut-after", "real", "SECONDS", what))
+    add_client(drain, timeout_s=None)
     why = add("explain", "show what a request does and waits for")
     why.add_argument("request_id", metavar="REQUEST_ID")
-    _add_client(why, timeout_s=30)
+    add_client(why, timeout_s=30)
     abort = add("abort", "end requests by their ids")
     abort.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
-    _add_client(abort, timeout_s=30)
+    add_client(abort, timeout_s=30)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -532,7 +498,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=_number("count"),
+        type=number_of("count"),
         default=DEFAULT_PORT,
         help="port to try (default: %(default)s)",
     )
@@ -540,25 +506,6 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "--tls-cert", default="", metavar="FILE", help="PEM file of certificates to look at"
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
-
-
-def _number(kind: str) -> Callable[[str], float]:
-    """Return a parser of numbers that a message can hold. The server checks their ranges.
-    ``kind`` is count, seed, real, or seconds (more than 0)."""
-
-    def read(text: str) -> float:
-        try:
-            number = SECONDS.read(text) if kind in ("seconds", "real") else COUNT.read(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        most = {"count": UINT32_MAX, "seed": UINT64_MAX}.get(kind)
-        if most is not None and not 0 <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text} is outside [0, {most}]")
-        if kind == "seconds" and number <= 0:
-            raise argparse.ArgumentTypeError("must be more than 0")
-        return float(number) if most is None else int(number)
-
-    return read
 
 
 # ---- the subcommands, each of which imports its own modules --------------------------------------

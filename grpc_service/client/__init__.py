@@ -29,6 +29,8 @@ from grpc_service.client.errors import (
     Unimplemented,
 )
 from grpc_service.client.messages import (
+    ClassifyInput,
+    ClassifyRequest,
     EmbedInput,
     EmbedRequest,
     GenerateImageRequest,
@@ -50,6 +52,8 @@ __all__ = [
     "CallError",
     "Cancelled",
     "ChannelSettings",
+    "ClassifyInput",
+    "ClassifyRequest",
     "Client",
     "DeadlineExceeded",
     "EmbedInput",

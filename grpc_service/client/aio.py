@@ -275,6 +275,12 @@ class AsyncClient:
         unless ``top_n`` is set."""
         return AsyncStream(self._calls.start("rerank", request, timeout))
 
+    def classify(
+        self, request: Given[messages.ClassifyRequest], *, timeout: float | None = None
+    ) -> AsyncStream[messages.ClassifyResponse]:
+        """Label each input, or find its entities. Results come as they are ready, in any order."""
+        return AsyncStream(self._calls.start("classify", request, timeout))
+
     def generate_image(
         self, request: Given[messages.GenerateImageRequest] | str, *, timeout: float | None = None
     ) -> AsyncImageStream:

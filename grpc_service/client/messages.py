@@ -7,6 +7,7 @@ keyword, and a mapping in place of a message field: ``GenerateRequest(text="Once
 
 from __future__ import annotations
 
+from grpc_service._generated.triolet.v1.classes_pb2 import *  # noqa: F403
 from grpc_service._generated.triolet.v1.common_pb2 import *  # noqa: F403
 from grpc_service._generated.triolet.v1.control_pb2 import *  # noqa: F403
 from grpc_service._generated.triolet.v1.images_pb2 import *  # noqa: F403

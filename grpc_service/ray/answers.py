@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RequestNotFound, Unsupported
 from engine.status import ModelState
-from grpc_service.services import encode_codec, image_generation_codec, text_codec, text_encoder
+from grpc_service.services import (
+    classify_codec,
+    encode_codec,
+    image_generation_codec,
+    text_codec,
+    text_encoder,
+)
 from grpc_service.services.inference import clients_timeout
 
 if TYPE_CHECKING:
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from engine.api.crossing import Stream
     from engine.status import ModelStatus
     from grpc_service._generated.triolet.v1 import (
+        classes_pb2,
         common_pb2,
         images_pb2,
         inference_pb2,
@@ -83,6 +90,15 @@ class Answers:
         """Yield one score for each document. Cancellation: ends the request."""
         decoded = _decode(encode_codec.decode_rerank, request, remaining_s)
         async for message in _messages(self._engine.rerank(decoded), encode_codec.encode_scores):
+            yield message
+
+    async def classify(
+        self, request: classes_pb2.ClassifyRequest, remaining_s: float | None
+    ) -> AsyncIterator[classes_pb2.ClassifyResponse]:
+        """Yield the labels or entities of each input. Cancellation: ends the request."""
+        decoded = _decode(classify_codec.decode_classify, request, remaining_s)
+        stream = self._engine.classify(decoded)
+        async for message in _messages(stream, classify_codec.ClassifyEncoder()):
             yield message
 
     async def generate_image(

@@ -13,7 +13,13 @@ from ray.serve.config import RequestRouterConfig
 
 from engine.api.aio import open_engine
 from engine.errors import ConfigError
-from grpc_service._generated.triolet.v1 import common_pb2, images_pb2, inference_pb2, vectors_pb2
+from grpc_service._generated.triolet.v1 import (
+    classes_pb2,
+    common_pb2,
+    images_pb2,
+    inference_pb2,
+    vectors_pb2,
+)
 from grpc_service.cli.flags import engine_config_of
 from grpc_service.ray.answers import Answers, trouble_of
 from grpc_service.ray.autoscaling import SEQUENCES
@@ -92,6 +98,7 @@ class Replica:
     Attach = _streaming(Answers.attach, inference_pb2.GenerateResponse)
     Embed = _streaming(Answers.embed, vectors_pb2.EmbedResponse)
     Rerank = _streaming(Answers.rerank, vectors_pb2.RerankResponse)
+    Classify = _streaming(Answers.classify, classes_pb2.ClassifyResponse)
     GenerateImage = _streaming(Answers.generate_image, images_pb2.GenerateImageResponse)
     Tokenize = _unary(Answers.tokenize, common_pb2.TokenizeResponse)
     Detokenize = _unary(Answers.detokenize, common_pb2.DetokenizeResponse)

@@ -11,12 +11,19 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from grpc_service.services import encode_codec, image_generation_codec, text_codec, text_encoder
+from grpc_service.services import (
+    classify_codec,
+    encode_codec,
+    image_generation_codec,
+    text_codec,
+    text_encoder,
+)
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.requests.encode.classify_values import ClassifyRequest
     from engine.requests.encode.values import EmbedRequest, RerankRequest
     from engine.requests.image_generation.values import DrawRequest
     from engine.requests.text.values import GenerateRequest
@@ -108,6 +115,14 @@ class Inference:
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.encode_scores)
         await writer.serve(self._backend.engine, request)
 
+    async def Classify(self, request: ClassifyRequest, rpc: Rpc) -> None:
+        """Stream the labels or entities of each input. Raises `Disconnected` like `Embed`.
+
+        Cancellation: ends the request.
+        """
+        writer = CallWriter(rpc, self._backend.unread_calls, classify_codec.ClassifyEncoder())
+        await writer.serve(self._backend.engine, request)
+
     async def GenerateImage(self, request: DrawRequest, rpc: Rpc) -> None:
         """Stream a drawing's progress, and its images in parts. Raises `Disconnected` like `Embed`.
 
@@ -140,6 +155,7 @@ def translators() -> dict[str, Callable[[Call], Callable[[Any], Any]]]:
         "Generate": _timed(text_codec.decode_generate),
         "Embed": _timed(encode_codec.decode_embed),
         "Rerank": _timed(encode_codec.decode_rerank),
+        "Classify": _timed(classify_codec.decode_classify),
         "GenerateImage": _timed(image_generation_codec.decode_generate_image),
         "Tokenize": lambda _: text_codec.decode_tokenize,
         "Detokenize": lambda _: text_codec.decode_detokenize,

@@ -493,9 +493,12 @@ def test_models_and_their_capabilities_are_listed(server):
         "rank": pb.CAPABILITY_RERANK,
         "sparse": pb.CAPABILITY_SPARSE_EMBEDDING,
         "multi": pb.CAPABILITY_MULTI_VECTOR_EMBEDDING,
+        "moods": pb.CAPABILITY_TEXT_CLASSIFICATION,
+        "names": pb.CAPABILITY_TOKEN_CLASSIFICATION,
     }
     for name, model in listed.items():
         others = [pb.CAPABILITY_RERANK] if name in ("sparse", "multi") else []
+        others += [pb.CAPABILITY_TEXT_CLASSIFICATION] if name == "rank" else []
         assert list(model.capabilities) == [model.capability, *others]
     assert listed["emb"].replicas[0].threads == 1
     assert listed["emb"].max_model_len == ENCODER_MAX_LEN

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpc_service._generated.triolet.v1 import (
+    classes_pb2,
     common_pb2,
     control_pb2,
     images_pb2,
@@ -61,6 +62,9 @@ SERVED = {
     "Inference/Generate": inference_pb2.GenerateRequest(text="Once", sampling={"max_tokens": 9}),
     "Inference/Embed": vectors_pb2.EmbedRequest(inputs=[{"text": "Once"}, {"image": picture()}]),
     "Inference/Rerank": vectors_pb2.RerankRequest(query="Who?", documents=["Me"]),
+    "Inference/Classify": classes_pb2.ClassifyRequest(
+        inputs=[{"text": "Once"}, {"pair": {"text": "Who?", "text_pair": "Me"}}], model="moods"
+    ),
     "Inference/GenerateImage": images_pb2.GenerateImageRequest(
         prompt="Once", steps=2, width=32, source={"image": picture()}, strength=0.9
     ),
@@ -71,6 +75,8 @@ MODELS = (
     {"name": "fake"},
     {"name": "vectors", "capability": "image-embedding"},
     {"name": "ranks", "capability": "rerank"},
+    {"name": "moods", "capability": "text-classification"},
+    {"name": "names", "capability": "token-classification"},
     {"name": "sees", "capability": "vision"},
     {"name": "artist", "capability": "text-to-image"},
 )

@@ -1,4 +1,4 @@
-"""A synchronous client of Embed and Rerank, with the rule of `tests.support.wire`."""
+"""A synchronous client of Embed, Rerank and Classify, with the rule of `tests.support.wire`."""
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
@@ -10,6 +10,8 @@ ENCODERS = (
     {"name": "rank", "capability": "rerank"},
     {"name": "sparse", "capability": "sparse-embedding"},
     {"name": "multi", "capability": "multi-vector-embedding"},
+    {"name": "moods", "capability": "text-classification"},
+    {"name": "names", "capability": "token-classification"},
 )
 
 
@@ -30,12 +32,25 @@ def rerank_request(query, documents, **fields):
     return pb.RerankRequest(query=query, documents=documents, **fields)
 
 
+def classify_request(inputs, **fields):
+    """Return a ClassifyRequest. Each input is a text, a pair of texts, or a list of ids."""
+    made = []
+    for one in inputs:
+        if isinstance(one, str):
+            made.append(pb.ClassifyInput(text=one))
+        elif one and isinstance(one[0], str):
+            made.append(pb.ClassifyInput(pair=dict(zip(("text", "text_pair"), one, strict=True))))
+        else:
+            made.append(pb.ClassifyInput(token_ids={"ids": one}))
+    return pb.ClassifyRequest(inputs=made, **fields)
+
+
 class Encode(StreamingCall):
-    """An Embed or Rerank call."""
+    """An Embed, Rerank or Classify call."""
 
     def __init__(self, channel, request, *, timeout=None, server_timeout=None):
-        stub = stubs.InferenceStub(channel)
-        method = stub.Embed if isinstance(request, pb.EmbedRequest) else stub.Rerank
+        name = type(request).__name__.removesuffix("Request")
+        method = getattr(stubs.InferenceStub(channel), name)
         super().__init__(method, request, timeout=timeout, server_timeout=server_timeout)
 
     def by_index(self):
@@ -54,6 +69,12 @@ def embed(channel, inputs, *, timeout=None, **fields):
 def rerank(channel, query, documents, *, timeout=None, **fields):
     """Make a Rerank call, read it to the end, and return what came."""
     with Encode(channel, rerank_request(query, documents, **fields), timeout=timeout) as call:
+        return call.finish()
+
+
+def classify(channel, inputs, *, timeout=None, **fields):
+    """Make a Classify call, read it to the end, and return what came."""
+    with Encode(channel, classify_request(inputs, **fields), timeout=timeout) as call:
         return call.finish()
 
 

@@ -15,7 +15,17 @@ from PIL import Image
 
 from engine.core.text.types import PromptImage
 from engine.images.preprocessor import digest_of
-from engine.worker.fakes.encode import SEPARATOR, rows_of, score_of, vector_of, weights_of
+from engine.worker.fakes.encode import (
+    LABELS,
+    SEPARATOR,
+    TOKEN_LABELS,
+    entities_of,
+    label_scores_of,
+    rows_of,
+    score_of,
+    vector_of,
+    weights_of,
+)
 from engine.worker.fakes.preprocessor import num_tokens_of
 from engine.worker.fakes.tokenizer import IMAGE_ID, FakeTokenizer
 from grpc_service.client import messages as pb
@@ -187,18 +197,22 @@ DOCUMENTS = [f"<{number + 1}>" for number in range(300)]
 
 
 class Encode(Kind):
-    """Embed and Rerank."""
+    """Embed, Rerank and Classify."""
 
     def models(self, script):
         embedder = {"name": "emb", "capability": "image-embedding", "script": script}
         ranker = {"name": "rank", "capability": "rerank", "script": script}
         sparse = {"name": "sparse", "capability": "sparse-embedding", "script": script}
         multi = {"name": "multi", "capability": "multi-vector-embedding", "script": script}
-        return [{"name": "fake"}, embedder, ranker, sparse, multi]
+        moods = {"name": "moods", "capability": "text-classification", "script": script}
+        names = {"name": "names", "capability": "token-classification", "script": script}
+        return [{"name": "fake"}, embedder, ranker, sparse, multi, moods, names]
 
     def call(self, channel, fields, **options):
         is_pairs = "query" in fields
         make = encode_wire.rerank_request if is_pairs else encode_wire.embed_request
+        if fields.get("model") in ("moods", "names"):
+            make = encode_wire.classify_request
         return encode_wire.Encode(channel, make(**fields), **options)
 
     def check_begun(self, call, fields):
@@ -214,7 +228,16 @@ class Encode(Kind):
                 one = pixels_in(one["image"])
             elif isinstance(one, str):
                 one = FakeTokenizer().encode(one)
-            if fields.get("model") == "sparse":
+            if fields.get("model") == "moods":
+                found = [(LABELS.index(each.label), each.score) for each in message.labels]
+                assert found == label_scores_of(one, "")
+            elif fields.get("model") == "names":
+                found = [
+                    (TOKEN_LABELS.index(each.label), each.score, each.start, each.end)
+                    for each in message.entities
+                ]
+                assert found == entities_of(one, "none")
+            elif fields.get("model") == "sparse":
                 found = zip(message.sparse.indices, message.sparse.weights, strict=True)
                 assert dict(found) == weights_of(one)
             elif fields.get("model") == "multi":
@@ -298,6 +321,8 @@ PICTURES = {"inputs": [{"image": one} for one in IMAGES]}
 RANKED = {"query": "q", "documents": DOCUMENTS, "model": "rank"}
 SPARSE = {"inputs": MANY, "kind": "VECTOR_KIND_SPARSE", "model": "sparse"}
 ROWS = {"inputs": MANY, "kind": "VECTOR_KIND_MULTI_VECTOR", "model": "multi"}
+MOODS = {"inputs": MANY, "model": "moods"}
+NAMES = {"inputs": DOCUMENTS, "aggregation": "AGGREGATION_NONE", "model": "names"}
 TWO = {"max_num_seqs": 2}
 ENCODE = Encode(
     *("encode", "emb", {"inputs": ["after"]}),
@@ -316,6 +341,8 @@ ENCODE = Encode(
         encode_sparse=running(SPARSE, 3, engine=TWO, counted_as="encode"),
         encode_rows=running(ROWS, 3, engine=TWO, counted_as="encode"),
         encode_apart=running(RANKED | {"model": "sparse"}, 3, engine=TWO, counted_as="encode"),
+        encode_labels=running(MOODS, 3, engine=TWO, counted_as="encode"),
+        encode_entities=running(NAMES, 3, engine=TWO, counted_as="encode"),
         encode_for_best=running(RANKED | {"top_n": 3}, 3, engine=TWO, counted_as="encode"),
     ),
 )

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from grpc_service._generated.triolet.v1 import (
+    classes_pb2,
     common_pb2,
     control_pb2,
     images_pb2,
@@ -19,7 +20,10 @@ from grpc_service._generated.triolet.v1 import (
     vectors_pb2,
 )
 
-FILES = (common_pb2, images_pb2, inference_pb2, models_pb2, control_pb2, vectors_pb2)
+FILES = (
+    *(common_pb2, images_pb2, inference_pb2, models_pb2, control_pb2, vectors_pb2),
+    classes_pb2,
+)
 PACKAGE = "triolet.v1"
 
 SERVICES = {
@@ -28,6 +32,7 @@ SERVICES = {
         Attach(AttachRequest) stream GenerateResponse
         Embed(EmbedRequest) stream EmbedResponse
         Rerank(RerankRequest) stream RerankResponse
+        Classify(ClassifyRequest) stream ClassifyResponse
         GenerateImage(GenerateImageRequest) stream GenerateImageResponse
         Tokenize(TokenizeRequest) TokenizeResponse
         Detokenize(DetokenizeRequest) DetokenizeResponse
@@ -137,7 +142,7 @@ MESSAGES = {
     "Timings": """
         queue:Duration load:Duration prefill:Duration decode:Duration parked:Duration
     """,
-    # Embed, Rerank, Tokenize, Detokenize
+    # Embed, Rerank, Classify, Tokenize, Detokenize
     "EmbedRequest": """
         model:string inputs:EmbedInput* dimensions:uint32? normalize:bool? prompt_name:string
         truncate:bool? request_id:string priority:int32? precision:Precision ranges:VectorRanges
@@ -155,6 +160,17 @@ MESSAGES = {
         top_n:uint32? request_id:string priority:int32?
     """,
     "RerankResponse": "index:uint32 score:double",
+    "ClassifyRequest": """
+        model:string inputs:ClassifyInput* activation:Activation top_k:uint32?
+        aggregation:Aggregation truncate:bool? request_id:string priority:int32?
+    """,
+    "ClassifyInput": "input/text:string input/token_ids:TokenIds input/pair:TextPair",
+    "TextPair": "text:string text_pair:string",
+    "ClassifyResponse": """
+        index:uint32 labels:LabelScore* entities:Entity* tokens:uint32 model:string
+    """,
+    "LabelScore": "label:string score:float",
+    "Entity": "label:string score:float start:uint32 end:uint32",
     # GenerateImage
     "GenerateImageRequest": """
         model:string prompt:string negative_prompt:string width:uint32? height:uint32?
@@ -247,6 +263,8 @@ MESSAGES = {
 ENUMS = {
     "FinishReason": ("FINISH_REASON", "STOP LENGTH"),
     "VectorKind": ("VECTOR_KIND", "DENSE SPARSE MULTI_VECTOR"),
+    "Activation": ("ACTIVATION", "NONE SIGMOID SOFTMAX"),
+    "Aggregation": ("AGGREGATION", "NONE SIMPLE FIRST AVERAGE MAX"),
     "Precision": ("PRECISION", "FLOAT32 FLOAT16 INT8 UINT8 BINARY UBINARY"),
     "ImageFormat": ("IMAGE_FORMAT", "PNG JPEG WEBP"),
     "PauseMode": ("PAUSE_MODE", "ABORT WAIT KEEP"),
@@ -256,7 +274,7 @@ ENUMS = {
     "Capability": (
         "CAPABILITY",
         "TEXT_TO_TEXT TEXT_EMBEDDING RERANK IMAGE_EMBEDDING VISION TEXT_TO_IMAGE "
-        "SPARSE_EMBEDDING MULTI_VECTOR_EMBEDDING",
+        "SPARSE_EMBEDDING MULTI_VECTOR_EMBEDDING TEXT_CLASSIFICATION TOKEN_CLASSIFICATION",
     ),
 }
 

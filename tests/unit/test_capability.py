@@ -18,6 +18,15 @@ CONFIGS = {
         "architectures": ["BertForSequenceClassification"],
         "num_labels": 1,
     },
+    Capability.TEXT_CLASSIFICATION: {
+        "model_type": "bert",
+        "architectures": ["BertForSequenceClassification"],
+        "num_labels": 3,
+    },
+    Capability.TOKEN_CLASSIFICATION: {
+        "model_type": "bert",
+        "architectures": ["BertForTokenClassification"],
+    },
     Capability.IMAGE_EMBEDDING: {"model_type": "clip", "architectures": ["CLIPModel"]},
     Capability.VISION: {
         "model_type": "llava",
@@ -30,7 +39,11 @@ CONFIGS = {
 OPEN = {
     Capability.TEXT_TO_TEXT: {Capability.TEXT_EMBEDDING},
     Capability.TEXT_EMBEDDING: {Capability.TEXT_TO_TEXT},
-    Capability.RERANK: {Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING},
+    Capability.RERANK: {
+        *(Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING, Capability.TEXT_CLASSIFICATION),
+    },
+    Capability.TEXT_CLASSIFICATION: {Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING},
+    Capability.TOKEN_CLASSIFICATION: set(),
     Capability.IMAGE_EMBEDDING: set(),
     Capability.VISION: set(),
 }
@@ -44,16 +57,10 @@ def test_a_capability_that_the_files_rule_out_is_refused(shown, tmp_path):
     assert fitting(tmp_path, None) is shown
     for said in Capability:
         fits = said is shown or said in OPEN[shown]
-        what = f"said to have the capability {said.value}, and its files show {shown.value}"
+        why = f"(its files show {shown.value}|it has 3 labels)"
+        what = f"said to have the capability {said.value}, and {why}"
         with nullcontext() if fits else pytest.raises(Refusal, match=what):
             assert fitting(tmp_path, said) is said
-
-
-def test_a_classifier_of_several_labels_may_be_said_to_rank(tmp_path):
-    config = CONFIGS[Capability.RERANK] | {"num_labels": 3}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert fitting(tmp_path, None) is Capability.TEXT_TO_TEXT
-    assert fitting(tmp_path, Capability.RERANK) is Capability.RERANK
 
 
 def test_a_configured_capability_is_a_name():

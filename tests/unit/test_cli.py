@@ -240,7 +240,8 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
         (
             "[[models]]\nmodel = 'a'\ncapability = 'sight'",
             "--capability is 'sight'; use text-to-text, text-embedding, rerank, image-embedding, "
-            "vision, text-to-image, sparse-embedding or multi-vector-embedding",
+            "vision, text-to-image, sparse-embedding, multi-vector-embedding, "
+            "text-classification or token-classification",
         ),
         ("count = 2", "count is not a setting; it belongs to [[models.workers]]"),
         (

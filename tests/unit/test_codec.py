@@ -23,13 +23,20 @@ from engine.requests.text.values import (
     Started,
 )
 from grpc_service._generated.triolet.v1 import (
+    classes_pb2,
     common_pb2,
     control_pb2,
     inference_pb2,
     models_pb2,
     vectors_pb2,
 )
-from grpc_service.services import encode_codec, operations_codec, text_codec, text_encoder
+from grpc_service.services import (
+    classify_codec,
+    encode_codec,
+    operations_codec,
+    text_codec,
+    text_encoder,
+)
 
 
 def decode(**fields):
@@ -130,6 +137,11 @@ def asked(field, **values):
             rerank = encode_codec.decode_rerank(request)
             rerank.validate()
             return getattr(rerank, name)
+        case "ClassifyRequest":
+            request = classes_pb2.ClassifyRequest(inputs=[{"text": "a"}], **values)
+            classify = classify_codec.decode_classify(request)
+            classify.validate()
+            return getattr(classify, name)
         case "LoadModelRequest":
             return operations_codec.decode_load(models_pb2.LoadModelRequest(model="m", **values))[1]
     raise AssertionError(f"{message} is not in this test")
@@ -137,7 +149,7 @@ def asked(field, **values):
 
 OTHER_SCALARS = [
     pytest.param(field, id=f"{message.name}.{field.name}")
-    for file in (inference_pb2, models_pb2, control_pb2, common_pb2, vectors_pb2)
+    for file in (inference_pb2, models_pb2, control_pb2, common_pb2, vectors_pb2, classes_pb2)
     for message in file.DESCRIPTOR.message_types_by_name.values()
     for field in message.fields
     if field.containing_oneof is not None and field.containing_oneof.name == f"_{field.name}"

@@ -19,6 +19,8 @@ FITTING = {
     Capability.SPARSE_EMBEDDING: ("triolet embed --kind sparse",),
     Capability.MULTI_VECTOR_EMBEDDING: ("triolet embed --kind multi-vector",),
     Capability.RERANK: ("triolet rerank",),
+    Capability.TEXT_CLASSIFICATION: ('triolet classify "I',),
+    Capability.TOKEN_CLASSIFICATION: ("triolet classify --aggregation",),
     Capability.TEXT_TO_IMAGE: ("triolet draw",),
 }
 

@@ -174,7 +174,7 @@ def test_the_ids_of_all_fields_count_together():
 # ---- beside the parser -------------------------------------------------------------------------
 
 SMALL = {name: (2, None if levels is None else 3) for name, (_, levels) in COUNT_LIMITS.items()}
-REQUESTS = (pb.GenerateRequest, pb.EmbedRequest, pb.RerankRequest)
+REQUESTS = (pb.GenerateRequest, pb.EmbedRequest, pb.RerankRequest, pb.ClassifyRequest)
 JUDGES = {one: CountJudge(one.DESCRIPTOR, SMALL) for one in REQUESTS}
 NUMBERS = st.one_of(st.integers(1, 20), st.sampled_from([2**29 - 1, 0, 19]))
 

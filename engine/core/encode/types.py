@@ -32,7 +32,17 @@ PRECISIONS = {
 }
 # The precisions that divide the range of each dimension into 256 equal parts.
 RANGED = ("int8", "uint8")
+# The functions that make scores of a classifier's logits, and the ways in which tokens become
+# entities, by transformers' names.
+ACTIVATIONS = ("none", "sigmoid", "softmax")
+AGGREGATIONS = ("none", "simple", "first", "average", "max")
+GROUPED = AGGREGATIONS[1:]
 Numbers: TypeAlias = "array[float] | array[int]"
+
+
+def name_of_group(label: str) -> str:
+    """Return the name of an entity of several tokens, whose first one has the label."""
+    return label.split("-", 1)[-1]
 
 
 def bytes_of_row(dimensions: int, precision: str) -> int:
@@ -49,6 +59,15 @@ class InputKind(Enum):
     IMAGE = "image"
 
 
+class CharSpan(NamedTuple):
+    """The characters of a token in its text, and whether it goes on with the word of the token
+    before it."""
+
+    start: int
+    end: int
+    is_inside: bool
+
+
 class EncodeInput(NamedTuple):
     """One text as the model reads it, special tokens included.
 
@@ -58,7 +77,8 @@ class EncodeInput(NamedTuple):
 
     The result is the text's vector or, if it has a ``query``, a score of how well it answers that.
     A model may treat a text that ``is_query`` in another way, of which the last ``expanded`` tokens
-    were added as places for words that it lacks.
+    were added as places for words that it lacks. A model that labels tokens has the ``spans`` of
+    all tokens; None stands for a special token.
     """
 
     token_ids: tuple[int, ...]
@@ -68,6 +88,7 @@ class EncodeInput(NamedTuple):
     query: EncodeInput | None = None
     is_query: bool = False
     expanded: int = 0
+    spans: tuple[CharSpan | None, ...] = ()
 
     @property
     def kind(self) -> InputKind:
@@ -118,6 +139,10 @@ class EncodeOptions:
     A sparse vector has its ``top_k`` greatest weights (None: as many as the model says), of which
     each is greater than ``threshold``.
 
+    With an ``activation``, one of `ACTIVATIONS` or "" for the model's own, an input gets scores of
+    its ``top_k`` best labels (None: all). With an ``aggregation``, one of `AGGREGATIONS`, its
+    entities.
+
     ``precision`` is one of `PRECISIONS`. For one of `RANGED`, ``ranges`` are the least numbers of
     all dimensions and then the greatest, in float32; they are bytes, whose hash is kept.
     """
@@ -129,6 +154,8 @@ class EncodeOptions:
     ranges: bytes = b""
     top_k: int | None = None
     threshold: float = 0.0
+    activation: str | None = None
+    aggregation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +241,15 @@ class EncodePlan:
 class EncodeRowResult(NamedTuple):
     """The result of one input: a vector in the precision asked for, or one score. Of a sparse
     vector, ``values`` are the weights at the places ``indices``, which ascend; of a text with
-    several vectors, they are those of its ``rows``, one after the other."""
+    several vectors, they are those of its ``rows``, one after the other. A classifier's are the
+    scores of the labels ``indices``: of the input, the best first, or of its entities, whose first
+    characters and ends are in ``spans``."""
 
     sequence: SequenceId
     values: Numbers
     indices: array[int] | None = None
     rows: int | None = None
+    spans: array[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

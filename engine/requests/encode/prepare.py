@@ -1,4 +1,4 @@
-"""Makes the core's request from an Embed or Rerank request: checked and cut inputs.
+"""Makes the core's request from an Embed, Rerank or Classify request: checked and cut inputs.
 
 Rule 1: everything that can be wrong in a request is found here, before its first result, and every
 violation names its proto path. Rule 2: texts are tokenised in turns of their own, so that a large
@@ -9,6 +9,7 @@ bounded (`engine.requests.image_memory`).
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,20 +28,22 @@ from engine.core.encode.types import (
     bytes_of_row,
 )
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
-from engine.requests.encode.values import QUERY, EmbedRequest
+from engine.requests.encode.classify_values import ClassifyRequest, is_ids, is_pair
+from engine.requests.encode.values import QUERY, EmbedRequest, RerankRequest
 from engine.requests.image_memory import ImageMemory
 from engine.requests.prepared import Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from engine.core.encode.types import AnyInput
     from engine.replica.replica import Replica
-    from engine.requests.encode.values import EncodeRequests, RerankRequest
+    from engine.requests.encode.values import EncodeRequests
     from engine.requests.prepared import Assignment
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.encode.interface import EncoderInfo, EncoderTokenizer
 
+    AnyGiven = str | bytes | tuple[int, ...] | tuple[str, str]
     EncodeReplica = Replica[EncoderInfo, "EncodeTools"]
     EncodeAssignment = Assignment[EncodeRequests, EncodeReplica]
 
@@ -58,7 +61,7 @@ class EncodeTools:
 
 
 class InputPreparer:
-    """Makes the core's requests from Embed and Rerank requests. Belongs to the Trio thread."""
+    """Makes the core's requests from those of clients. Belongs to the Trio thread."""
 
     def __init__(self, tokenizing: Tokenizing) -> None:
         self._tokenizing = tokenizing
@@ -80,26 +83,14 @@ class InputPreparer:
         request, replica, party = assignment.request, assignment.replica, assignment.origin.party
         info = replica.info
         images: list[ImageInput] = []
-        if isinstance(request, EmbedRequest):
-            _check_embed(request, info)
-            tokenized = await self._tokenize_inputs(request, replica, party)
-            paths = [
-                f"inputs[{index}].{'text' if isinstance(input_, str) else 'token_ids'}"
-                for index, input_ in enumerate(request.inputs)
-                if not isinstance(input_, bytes)
-            ]
-            options = EncodeOptions(
-                request.dimensions,
-                request.normalize,
-                precision=request.precision or "float32",
-                ranges=_ranges_of(request, info),
-                top_k=request.top_k,
-                threshold=request.threshold or 0.0,
-            )
-        else:
+        if isinstance(request, RerankRequest):
             tokenized = await self._tokenize_pairs(request, replica, party)
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
-            options = EncodeOptions(raw_scores=bool(request.raw_scores))
+        else:
+            _check_fields(request, info)
+            prompt_name = request.prompt_name if isinstance(request, EmbedRequest) else ""
+            tokenized = await self._tokenize_inputs(request.inputs, prompt_name, replica, party)
+            paths = _paths_to(request.inputs)
         _check_lengths(tokenized, paths, may_cut=request.truncate is not False)
         if isinstance(request, EmbedRequest) and request.kind == "multi-vector":
             _check_matrices(request, tokenized, info)
@@ -109,7 +100,7 @@ class InputPreparer:
             request_id=assignment.core_id,
             inputs=_in_order(request, tokenized, images),
             arrival=assignment.arrival,
-            options=options,
+            options=_options_of(request, info),
             priority=assignment.origin.priority_of(request.priority),
             deadline=assignment.deadline,
             holder=assignment.origin.holder,
@@ -118,34 +109,43 @@ class InputPreparer:
         return Prepared(core_request)
 
     async def _tokenize_inputs(
-        self, request: EmbedRequest, replica: EncodeReplica, party: Hashable
+        self,
+        inputs: Sequence[AnyGiven],
+        prompt_name: str,
+        replica: EncodeReplica,
+        party: Hashable,
     ) -> list[TokenizedInput]:
-        """Return the inputs as tokens, in order. Inputs that are ids are only cut, to as many as a
-        text in their role may have."""
-        info, is_query = replica.info, request.prompt_name == QUERY
+        """Return the inputs as tokens, in order, without images. Inputs that are ids are only cut,
+        to as many as a text in their role may have."""
+        info, is_query = replica.info, prompt_name == QUERY
         most = (info.query_len if is_query else info.document_len) or info.max_model_len
-        places = [place for place, input_ in enumerate(request.inputs) if isinstance(input_, str)]
-        texts = [input_ for input_ in request.inputs if isinstance(input_, str)]
+        texts = {place: given for place, given in enumerate(inputs) if isinstance(given, str)}
+        pairs = {place: given for place, given in enumerate(inputs) if is_pair(given)}
+        ids = {place: given for place, given in enumerate(inputs) if is_ids(given)}
 
-        def encode() -> list[TokenizedInput]:
-            paths = [f"inputs[{place}].text" for place in places]
+        def encode() -> dict[int, TokenizedInput]:
+            paths = [f"inputs[{place}].text" for place in texts]
             with _paths_of(paths):
-                encoded = replica.tools.tokenizer.encode_texts(texts, request.prompt_name)
+                encoded = replica.tools.tokenizer.encode_texts([*texts.values()], prompt_name)
             _check_tokens(encoded, paths, replica)
-            return encoded
-
-        encoded = await self._tokenizing.run(_size_of(texts), encode, party) if texts else []
-        made = iter(encoded)
-        return [
-            _widened(
-                next(made)
-                if isinstance(input_, str)
-                else TokenizedInput(EncodeInput(input_[:most], is_query=is_query), len(input_)),
-                info.text_width,
+            made = dict(zip(texts, encoded, strict=True))
+            for place, (first, second) in pairs.items():
+                path = f"inputs[{place}].pair"
+                with _paths_of([f"{path}.text_pair"], {"query": f"{path}.text"}):
+                    [made[place]] = replica.tools.tokenizer.encode_pairs(first, [second])
+            _check_tokens(
+                [made[place] for place in pairs],
+                [f"inputs[{place}].pair" for place in pairs],
+                replica,
             )
-            for input_ in request.inputs
-            if not isinstance(input_, bytes)
-        ]
+            return made
+
+        size = _size_of([*texts.values(), *itertools.chain(*pairs.values())])
+        made = await self._tokenizing.run(size, encode, party) if texts or pairs else {}
+        for place, given in ids.items():
+            cut = EncodeInput(given[:most], is_query=is_query)
+            made[place] = TokenizedInput(cut, len(given))
+        return [_widened(made[place], info.text_width) for place in sorted(made)]
 
     async def _read_images(
         self, assignment: EncodeAssignment, inputs: Sequence[str | tuple[int, ...] | bytes]
@@ -197,7 +197,7 @@ def _widened(item: TokenizedInput, width: int) -> TokenizedInput:
 
 
 def _in_order(
-    request: EmbedRequest | RerankRequest,
+    request: EncodeRequests,
     tokenized: Sequence[TokenizedInput],
     images: Sequence[ImageInput],
 ) -> tuple[AnyInput, ...]:
@@ -211,14 +211,27 @@ def _in_order(
 
 
 @contextmanager
-def _paths_of(paths: Sequence[str]) -> Iterator[None]:
-    """Replace the indices in a tokenizer's violations by the client's proto paths."""
+def _paths_of(paths: Sequence[str], names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Replace the indices in a tokenizer's violations by the client's proto paths, and other fields
+    by their ``names``."""
+    known = {str(index): path for index, path in enumerate(paths)} | dict(names or {})
     try:
         yield
     except InvalidRequest as error:
-        raise error.renamed(
-            lambda field: paths[int(field)] if field.isdigit() else field
-        ) from error
+        raise error.renamed(lambda field: known.get(field, field)) from error
+
+
+def _paths_to(inputs: Sequence[AnyGiven]) -> list[str]:
+    """Return the proto paths of the inputs that are no images."""
+    return [
+        f"inputs[{index}].{_name_of(given)}"
+        for index, given in enumerate(inputs)
+        if not isinstance(given, bytes)
+    ]
+
+
+def _name_of(given: AnyGiven) -> str:
+    return "text" if isinstance(given, str) else "pair" if is_pair(given) else "token_ids"
 
 
 def _size_of(texts: Sequence[str]) -> int:
@@ -226,24 +239,56 @@ def _size_of(texts: Sequence[str]) -> int:
     return sum(map(len, texts)) + INPUT_CHARS * len(texts)
 
 
-def _check_embed(request: EmbedRequest, info: EncoderInfo) -> None:
-    """Raise InvalidRequest with every field that the loaded model does not support."""
-    faults = []
-    if request.dimensions is not None and request.dimensions > info.dimensions:
-        faults.append(
-            FieldViolation("dimensions", f"is {request.dimensions}, outside [1, {info.dimensions}]")
+def _options_of(request: EncodeRequests, info: EncoderInfo) -> EncodeOptions:
+    """Return what becomes of the model's output."""
+    if isinstance(request, RerankRequest):
+        return EncodeOptions(raw_scores=bool(request.raw_scores))
+    if isinstance(request, ClassifyRequest):
+        return EncodeOptions(
+            top_k=request.top_k,
+            activation=None if request.aggregation else request.activation,
+            aggregation=request.aggregation,
         )
-    if request.prompt_name and request.prompt_name not in info.prompt_names:
-        known = ", ".join(info.prompt_names) or "none"
-        faults.append(FieldViolation("prompt_name", f"is not one of the model's prompts: {known}"))
-    faults += _range_faults(request, info)
-    for index, input_ in enumerate(request.inputs):
-        if isinstance(input_, tuple):
+    return EncodeOptions(
+        request.dimensions,
+        request.normalize,
+        precision=request.precision or "float32",
+        ranges=_ranges_of(request, info),
+        top_k=request.top_k,
+        threshold=request.threshold or 0.0,
+    )
+
+
+def _check_fields(request: EmbedRequest | ClassifyRequest, info: EncoderInfo) -> None:
+    """Raise InvalidRequest with every field that the loaded model does not support."""
+    if isinstance(request, EmbedRequest):
+        faults = [*_embed_faults(request, info)]
+    else:
+        faults = [*_classify_faults(request, info)]
+    for index, given in enumerate(request.inputs):
+        if is_ids(given):
             path = f"inputs[{index}].token_ids.ids"
-            if (wrong := violation_of_ids(path, input_, info.vocab_size)) is not None:
+            if (wrong := violation_of_ids(path, given, info.vocab_size)) is not None:
                 faults.append(wrong)
     if faults:
         raise InvalidRequest(faults)
+
+
+def _embed_faults(request: EmbedRequest, info: EncoderInfo) -> Iterator[FieldViolation]:
+    if request.dimensions is not None and request.dimensions > info.dimensions:
+        what = f"is {request.dimensions}, outside [1, {info.dimensions}]"
+        yield FieldViolation("dimensions", what)
+    if request.prompt_name and request.prompt_name not in info.prompt_names:
+        known = ", ".join(info.prompt_names) or "none"
+        yield FieldViolation("prompt_name", f"is not one of the model's prompts: {known}")
+    yield from _range_faults(request, info)
+
+
+def _classify_faults(request: ClassifyRequest, info: EncoderInfo) -> Iterator[FieldViolation]:
+    for index, given in enumerate(request.inputs):
+        if info.reads_pairs and isinstance(given, str):
+            what = "is one text, and the model's chat template takes pairs"
+            yield FieldViolation(f"inputs[{index}].text", what)
 
 
 def _range_faults(request: EmbedRequest, info: EncoderInfo) -> Iterator[FieldViolation]:

@@ -1,4 +1,4 @@
-"""The stream of an Embed or a Rerank request: Started, a result for each input, and Finished.
+"""The stream of a request to an encoder: Started, a result for each input, and Finished.
 
 Rule: results are passed on as they come, each in a message slot. The scores of a rerank with
 ``top_n`` are kept here, free their slots at once, and are passed on sorted, at the end.
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from engine.core.common.credit import Credit
 from engine.core.common.phases import Phase
 from engine.core.common.types import RequestId
-from engine.core.encode.types import Encoded, bytes_of_row
+from engine.core.encode.types import GROUPED, Encoded, bytes_of_row, name_of_group
+from engine.requests.encode.classify_values import Classification, ClassifyRequest
 from engine.requests.encode.values import (
     Embedding,
     EmbedRequest,
@@ -34,25 +35,26 @@ def credited_by(request: EncodeRequests) -> tuple[type, ...]:
     """Return the classes of a request's events that hold a message slot."""
     if isinstance(request, EmbedRequest):
         return (Embedding,)
+    if isinstance(request, ClassifyRequest):
+        return (Classification,)
     return (Score,) if request.top_n is None else ()
 
 
-# Bytes of the vectors of tokens that wait for one reader, or one text's if that has more; a guess.
-MATRICES_BYTES_MAX = 16 * 2**20
+# Bytes of vectors of tokens, of labels or of entities that wait for one reader, or of one input if
+# that has more; a guess.
+WAITING_BYTES_MAX = 16 * 2**20
+LABEL_BYTES, ENTITY_BYTES = 8, 16  # of a label and its score; an entity has a span, too
 
 
 class EncodeStream(RequestStream[EncodeEvent]):
-    """An Embed or a Rerank request's life on the Trio thread."""
+    """An Embed, a Rerank or a Classify request's life on the Trio thread."""
 
     how_far = "after {0._num_done} of {0.num_inputs} inputs"
 
     def __init__(self, request: EncodeRequests, options: StreamOptions[EncodeEvent]) -> None:
-        if isinstance(request, EmbedRequest):
-            self.operation = "embeddings"
-            self.num_inputs, self._top_n = len(request.inputs), None
-        else:
-            self.operation = "rerank"
-            self.num_inputs, self._top_n = len(request.documents), request.top_n
+        self.operation, self.num_inputs = request.operation, request.num_inputs
+        self._top_n: int | None = getattr(request, "top_n", None)
+        self._names: tuple[str, ...] = ()  # of a classifier's labels
         self._num_done = 0
         self._scores: list[Score] = []
         num_kept = min(self.num_inputs, self._top_n or 0)
@@ -64,15 +66,26 @@ class EncodeStream(RequestStream[EncodeEvent]):
             self.num_per_release = 1
 
     def _take(self, prepared: Prepared[EncodeRequest]) -> None:
-        """Let as many texts with a vector for each token wait for the reader as
-        `MATRICES_BYTES_MAX` has room for."""
-        if self._has_matrices and self.replica is not None:
-            options = prepared.request.options
-            number = options.dimensions or self.replica.info.dimensions
-            longest = max(input_.num_tokens for input_ in prepared.request.inputs)
+        """Let as many results of variable size wait for the reader as `WAITING_BYTES_MAX` has room
+        for."""
+        if self.replica is None:
+            return
+        options, info = prepared.request.options, self.replica.info
+        longest = max(input_.num_tokens for input_ in prepared.request.inputs)
+        if self._has_matrices:
+            number = options.dimensions or info.dimensions
             largest = longest * bytes_of_row(number, options.precision)
-            most = max(1, MATRICES_BYTES_MAX // largest)
-            self.credit = Credit(min(self.credit.capacity, most))
+        elif options.aggregation:
+            largest = ENTITY_BYTES * longest
+            self._names = info.labels
+            if options.aggregation in GROUPED:
+                self._names = tuple(map(name_of_group, info.labels))
+        elif options.activation is not None:
+            largest, self._names = LABEL_BYTES * len(info.labels), info.labels
+        else:
+            return
+        most = max(1, WAITING_BYTES_MAX // largest)
+        self.credit = Credit(min(self.credit.capacity, most))
 
     # ---- the loop's side
 
@@ -83,13 +96,19 @@ class EncodeStream(RequestStream[EncodeEvent]):
             return
         self._num_done += 1
         self._note_result(Phase.ENCODE, self.tokens_done + event.tokens)
+        _, values, indices, rows, spans = event.result
         if isinstance(self.request, EmbedRequest):
             precision = self.request.precision or "float32"
-            _, values, indices, rows = event.result
             vector = Embedding(event.index, values, event.tokens, precision, indices, rows)
             self._reader.push(vector)
             return
-        score = Score(event.index, event.result.values[0])
+        if isinstance(self.request, ClassifyRequest):
+            assert indices is not None, "a classifier's result has labels"
+            self._reader.push(
+                Classification(event.index, values, indices, self._names, event.tokens, spans)
+            )
+            return
+        score = Score(event.index, values[0])
         if self._top_n is None:
             self._reader.push(score)
         elif not self.is_closed:

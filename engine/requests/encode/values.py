@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.core.encode.types import Numbers
+    from engine.requests.encode.classify_values import Classification, ClassifyRequest
 
 MAX_INPUTS = 2048  # inputs of a request, as in OpenAI's API
 # The kinds of vectors, and the capabilities of the models that make them.
@@ -55,6 +56,7 @@ class EmbedRequest(CheckedFields):
     """
 
     TYPES: ClassVar = {"inputs": INPUTS, "ranges": RANGES}
+    operation: ClassVar = "embeddings"
     model: str = ""
     inputs: tuple[str | bytes | tuple[int, ...], ...] = ()
     dimensions: int | None = None
@@ -70,6 +72,11 @@ class EmbedRequest(CheckedFields):
     priority: int | None = None
     timeout_s: float | None = None
     check: InitVar[bool] = True
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of inputs, each of which has one event."""
+        return len(self.inputs)
 
     @property
     def has_images(self) -> bool:
@@ -152,6 +159,7 @@ class RerankRequest(CheckedFields):
     only that many of the best scores are sent, sorted, at the end. The other fields are as in
     `EmbedRequest`."""
 
+    operation: ClassVar = "rerank"
     capability = Capability.RERANK
     image_bytes = 0
     model: str = ""
@@ -164,6 +172,11 @@ class RerankRequest(CheckedFields):
     priority: int | None = None
     timeout_s: float | None = None
     check: InitVar[bool] = True
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of documents, each of which has one score."""
+        return len(self.documents)
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""
@@ -209,7 +222,7 @@ class Score(NamedTuple):
     score: float
 
 
-EncodeRequests: TypeAlias = EmbedRequest | RerankRequest
+EncodeRequests: TypeAlias = "EmbedRequest | RerankRequest | ClassifyRequest"
 EmbedEvent: TypeAlias = Started | Embedding | Finished
 RerankEvent: TypeAlias = Started | Score | Finished
-EncodeEvent: TypeAlias = Started | Embedding | Score | Finished
+EncodeEvent: TypeAlias = "Started | Embedding | Score | Classification | Finished"

@@ -31,6 +31,8 @@ MODULES = {
     Capability.TEXT_EMBEDDING: {"Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"},
     Capability.IMAGE_EMBEDDING: {"Transformer", "CLIPModel", "Dense", "LayerNorm", "Normalize"},
     Capability.RERANK: {"Transformer", "LogitScore"},
+    Capability.TEXT_CLASSIFICATION: {"Transformer"},
+    Capability.TOKEN_CLASSIFICATION: {"Transformer"},
     Capability.SPARSE_EMBEDDING: {"Transformer", "MLMTransformer", "SpladePooling"},
     Capability.MULTI_VECTOR_EMBEDDING: {
         *("Transformer", "Dense", "LayerNorm", "Normalize"),

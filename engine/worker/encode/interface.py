@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EncoderInfo(WorkerInfo):
-    """Describes an encoder once it is loaded. Its ``kind`` is what it computes: a vector for each
-    text, a vector for each text or image, or a score for each pair of texts. For a cross-encoder,
-    ``max_model_len`` is of query and document together."""
+    """Describes an encoder once it is loaded. Its ``kind`` is what it computes, such as a vector
+    for each text, a score for each pair of texts, or scores of labels. Of a pair of texts that are
+    read together, ``max_model_len`` is of both."""
 
     kind: Capability
     dimensions: int = 0  # length of its vectors; 0 for a cross-encoder
@@ -27,6 +27,8 @@ class EncoderInfo(WorkerInfo):
     prompt_names: tuple[str, ...] = ()
     text_width: int = 0  # tokens to which each text is padded, in any batch; 0: no such padding
     images: ImageFit | None = None  # fits its images; None: it reads no images
+    labels: tuple[str, ...] = ()  # names of a classifier's labels, in the order of its scores
+    reads_pairs: bool = False  # its chat template takes pairs of texts alone
     # The most tokens of queries and of other texts, where they differ; None: ``max_model_len``.
     query_len: int | None = None
     document_len: int | None = None

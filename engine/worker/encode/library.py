@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.status import Capability
+from engine.worker.encode.classifier import AUTO_CLASSES, load_classifier
 from engine.worker.encode.files import check_all_loaded
 from engine.worker.encode.input_template import InputTemplate
 from engine.worker.import_lock import holds_import_lock
@@ -52,11 +53,15 @@ def check_model_type(config: dict[str, Any]) -> None:
 
 @holds_import_lock
 def load_model(
-    directory: Path, capability: Capability, weights: dict[str, torch.Tensor] | None
+    directory: Path,
+    folder: Path,
+    capability: Capability,
+    weights: dict[str, torch.Tensor] | None,
 ) -> Any:
     """Load a model by the library's class for a capability, on the CPU in float32, without the
-    network, foreign code or pickled files. ``weights``, if given, replace the transformer's: of a
-    tensor in several files, transformers takes the last copy, whatever the index names.
+    network, foreign code or pickled files. ``folder`` is the transformer's. ``weights``, if given,
+    replace the transformer's: of a tensor in several files, transformers takes the last copy,
+    whatever the index names.
 
     The library imports modules throughout the load, so the import lock is held for all of it. The
     load is short, 0.3 s for 0.7 GB, because `Checkpoint.check_finite` has read the weights."""
@@ -64,6 +69,8 @@ def load_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # for all uses of transformers in this process
+    if capability in AUTO_CLASSES:
+        return load_classifier(folder, capability, weights)
     make = getattr(sentence_transformers, CLASSES.get(capability, "SentenceTransformer"))
     model = make(
         str(directory),
@@ -131,16 +138,16 @@ def max_tokens_of(model: Any, operator_limit: int | None, own: int | None = None
     return min(known)
 
 
-def padding_of(model: Any, *, is_rerank: bool) -> int:
-    """Return the id of the padding token. A classifier's is that of its config, because a
-    classifier converted from a decoder (Qwen3-Reranker) finds the end of a text by it.
+def padding_of(model: Any, *, is_classifier: bool) -> int:
+    """Return the id of the padding token. That of a classifier of whole inputs is its config's,
+    because a classifier converted from a decoder (Qwen3-Reranker) finds the end of a text by it.
 
     Raises:
         Refusal: The config of a classifier names no padding token.
     """
     transformer = model[0]
     config = transformer.model.config
-    if not is_rerank or is_causal(transformer):
+    if not is_classifier or is_causal(transformer):
         return int(model.tokenizer.pad_token_id or 0)
     if config.pad_token_id is None:
         raise Refusal(

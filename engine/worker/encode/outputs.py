@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from engine.core.encode.types import EncodeOptions, EncodeRowResult, queries_of
+from engine.core.encode.types import EncodeInput, EncodeOptions, EncodeRowResult, queries_of
 from engine.status import Capability
+from engine.worker.encode.classifier import ONE_SCORE, activation_of, labels_of
+from engine.worker.encode.labels import entities_of, labelled, packed_entities
 from engine.worker.encode.precision import packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine.core.encode.types import EncodeInput, EncodeRow
+    from engine.core.encode.types import EncodeRow
     from engine.errors import FieldViolation
 
     Array = np.ndarray[Any, Any]
@@ -37,11 +39,13 @@ LEAST_LENGTH = 1e-12  # a shorter vector is divided by this, as torch's normaliz
 class Output(Protocol):
     """A kind of encoder. ``modules`` are those of the library's model that are called one after the
     other, for at most ``tokens_at_once`` tokens if that is not None and the input allows it.
-    ``dimensions`` is the length of a vector, 0 without vectors. Its constructor takes the library's
-    model and a function that returns the modules' output for texts."""
+    ``dimensions`` is the length of a vector, 0 without vectors, and ``labels`` are the names of a
+    classifier's. Its constructor takes the library's model and a function that returns the modules'
+    output for texts."""
 
     modules: list[Any]
     dimensions: int
+    labels: tuple[str, ...]
     tokens_at_once: ClassVar[int | None]
 
     def take_queries(self, rows: Sequence[EncodeRow]) -> None:
@@ -54,14 +58,16 @@ class Output(Protocol):
 class _Alone:
     """Something for each input, which has no query beside it."""
 
+    labels: tuple[str, ...] = ()
+    tokens_at_once: ClassVar[int | None] = None
+    dimensions = 0
+
     def take_queries(self, rows: Sequence[EncodeRow]) -> None:
         """Do nothing."""
 
 
 class Vectors(_Alone):
     """One vector for each input."""
-
-    tokens_at_once: ClassVar[int | None] = None
 
     def __init__(self, model: Any, _: Forward) -> None:
         self.modules, self._normalizes = _without_normalize(list(model), "sentence_embedding")
@@ -76,22 +82,63 @@ class Vectors(_Alone):
 
 
 class Scores(_Alone):
-    """One score for each pair of texts, which are read together."""
-
-    tokens_at_once: ClassVar[int | None] = None
-    dimensions = 0
+    """One score for each pair of texts, which are read together. As a classifier, the model has the
+    score as its one label's."""
 
     def __init__(self, model: Any, _: Forward) -> None:
         self.modules = list(model)
         self._activation = model.activation_fn
+        config = model[0].model.config
+        is_classifier = len(self.modules) == 1
+        self.labels = labels_of(config, 1) if is_classifier else (ONE_SCORE,)
+        self._own = activation_of(config) if is_classifier else "sigmoid"
 
     def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
         """Yield each row's score, after the activation unless the raw one is requested."""
         raw = features["scores"].float().cpu()
         active = self._activation(raw)
         for place, row in enumerate(rows):
+            if row.options.activation is not None:
+                yield labelled(row, raw[place].reshape(1).numpy(), self._own)
+                continue
             score = (raw if row.options.raw_scores else active)[place].item()
             yield EncodeRowResult(row.sequence, array("f", [score])) if np.isfinite(score) else None
+
+
+class LabelScores(_Alone):
+    """The scores of an input's labels."""
+
+    def __init__(self, model: Any, _: Forward) -> None:
+        self.modules = list(model)
+        config = model[0].model.config
+        self.labels = labels_of(config, config.num_labels)
+        self._activation = activation_of(config)
+
+    def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
+        """Yield each row's scores (`Output.results`)."""
+        for row, logits in zip(rows, features["logits"].float().cpu().numpy(), strict=True):
+            yield labelled(row, logits, self._activation)
+
+
+class Entities(_Alone):
+    """The entities of a text, by the labels of its tokens."""
+
+    def __init__(self, model: Any, _: Forward) -> None:
+        self.modules = list(model)
+        config = model[0].model.config
+        self.labels = labels_of(config, config.num_labels)
+
+    def results(self, features: Features, rows: Sequence[EncodeRow]) -> Results:
+        """Yield each row's entities (`Output.results`)."""
+        for row, padded in zip(rows, features["logits"].float().cpu().numpy(), strict=True):
+            assert isinstance(row.input, EncodeInput), "no classifier reads images"
+            logits = padded[: len(row.input.token_ids)]
+            if not np.isfinite(logits).all():
+                yield None
+                continue
+            aggregation = row.options.aggregation or "none"
+            found = entities_of(logits, row.input.spans, self.labels, aggregation)
+            yield packed_entities(row, found)
 
 
 class _Compared(ABC):
@@ -100,6 +147,7 @@ class _Compared(ABC):
 
     modules: list[Any]
     dimensions: int
+    labels: tuple[str, ...] = ()
     tokens_at_once: ClassVar[int | None] = None
 
     def __init__(self, model: Any, forward: Forward) -> None:
@@ -232,10 +280,12 @@ def finished(vectors: Array, options: EncodeOptions, *, scales: bool) -> Array:
     return scaled
 
 
-OUTPUTS: dict[Capability, type[Vectors | Scores | _Compared]] = {
+OUTPUTS: dict[Capability, type[Vectors | Scores | LabelScores | Entities | _Compared]] = {
     Capability.TEXT_EMBEDDING: Vectors,
     Capability.IMAGE_EMBEDDING: Vectors,
     Capability.RERANK: Scores,
+    Capability.TEXT_CLASSIFICATION: LabelScores,
+    Capability.TOKEN_CLASSIFICATION: Entities,
     Capability.SPARSE_EMBEDDING: SparseVectors,
     Capability.MULTI_VECTOR_EMBEDDING: MultiVectors,
 }

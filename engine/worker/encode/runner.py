@@ -42,6 +42,7 @@ from engine.worker.encode.apart import (
     expansion_of,
     query_limit,
 )
+from engine.worker.encode.classifier import AUTO_CLASSES
 from engine.worker.encode.files import check, check_projection
 from engine.worker.encode.interface import EncoderInfo
 from engine.worker.encode.library import (
@@ -55,7 +56,7 @@ from engine.worker.encode.library import (
 )
 from engine.worker.encode.outputs import OUTPUTS
 from engine.worker.encode.precision import read_ranges
-from engine.worker.encode.tokenizer import InputTokenizer
+from engine.worker.encode.tokenizer import InputTokenizer, Spans
 from engine.worker.image_reader import ImageReader, text_width
 from engine.worker.interface import Inspection, LoadProgress
 from engine.worker.load.checkpoint import Checkpoint
@@ -76,6 +77,8 @@ if TYPE_CHECKING:
 
 # The most padding in a group, in tokens. A guess: one more forward costs as much as 48 tokens.
 GROUP_COST_TOKENS = 48
+# Capabilities of models that read a pair of texts together.
+READ_WHOLE = (Capability.RERANK, Capability.TEXT_CLASSIFICATION)
 # An estimate of a step's activations, in numbers per token and unit of the model's width: of the
 # widest layer's input and output, of the attention (four), and of the residual.
 ACTIVATIONS_PER_WIDTH = 16
@@ -90,7 +93,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
     def __init__(self, spec: RunnerSpec, capability: Capability) -> None:
         super().__init__(spec)
         self._capability = capability
-        self._model: Any = None  # a SentenceTransformer or a CrossEncoder.
+        self._model: Any = None  # a SentenceTransformer, a CrossEncoder or a Classifier.
         self._output: Output | None = None
         self._splits_prompts = False  # Whether the pooling excludes the prompt's tokens.
         self._has_types = False
@@ -99,6 +102,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         self._modality = "text"  # The library's name of the inputs' kind: text or message.
         self._is_causal = False  # Whether the scores are logits of the next token.
         self._images: ImageReader | None = None
+        self._reads_pairs = False  # Whether a chat template writes pairs of texts.
         self._expansion: Expansion | None = None
         self._limits: dict[str, int] = {}  # The tokens of a text by its role, for `EncoderInfo`.
         self._input_tokenizer: EncoderTokenizer | None = None
@@ -173,9 +177,8 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
         check_projection(source.directory, self._capability, stored)
         dtype = pick_dtype(spec.dtype, main_dtype, device)
         progress(LoadProgress("weights"))
-        is_rerank = self._capability is Capability.RERANK
         check_model_type(read_json(folder, "config.json"))
-        self._model = model = load_model(source.directory, self._capability, weights)
+        self._model = model = load_model(source.directory, folder, self._capability, weights)
         transformer = model[0]
         embeds = (Capability.TEXT_EMBEDDING, Capability.MULTI_VECTOR_EMBEDDING)
         reads_texts = self._capability in embeds
@@ -207,13 +210,15 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             + self._decoding_bytes(device),
             dimensions=output.dimensions,
             ranges=read_ranges(source.directory, output.dimensions) if output.dimensions else b"",
-            prompt_names=() if is_rerank else tuple(model.prompts),
+            prompt_names=() if self._capability is Capability.RERANK else tuple(model.prompts),
             is_demo=source.is_demo,
             threads=spec.threads,
             text_width=text_width(config),
             images=None if self._images is None else self._images.fit,
             query_len=self._limits.get("query_len"),
             document_len=self._limits.get("document_len"),
+            labels=output.labels,
+            reads_pairs=self._reads_pairs,
         )
         progress(LoadProgress("warm-up"))
         self._warm_up()
@@ -231,14 +236,17 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             prompts[""] = prompts.get(model.default_prompt_name, "")
         reads_images = self._capability is Capability.IMAGE_EMBEDDING
         is_rerank, template = self._capability is Capability.RERANK, None
-        if not reads_images:
+        if not reads_images and self._capability not in AUTO_CLASSES:
             template = input_template(model[0], prompts.get("", ""), is_rerank=is_rerank)
+        self._reads_pairs = is_rerank and template is not None
         has_roles = self._capability is Capability.MULTI_VECTOR_EMBEDDING
         if has_roles:
             prompts[""] = prompts.get(document_prompt(prompts), "")
         make = partial(
             InputTokenizer, backend, prompts=prompts, special_ids=special_ids, template=template
         )
+        if self._capability is Capability.TOKEN_CLASSIFICATION:
+            make = partial(make, spans=Spans(backend.model, tokenizer.unk_token_id))
         own = model[0].document_length if has_roles else None
         max_tokens = max_tokens_of(model, self._spec.max_model_len, own)
         self._input_tokenizer = made = make(max_tokens=max_tokens)
@@ -253,7 +261,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             max_tokens = max(max_tokens, most)
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         self._has_types = "token_type_ids" in tokenizer.model_input_names
-        self._pad_id = padding_of(model, is_rerank=is_rerank)
+        self._pad_id = padding_of(model, is_classifier=self._capability in READ_WHOLE)
         # SigLIP's vector of a text and the score of a generating model are read at the last token,
         # so the side of the padding matters.
         self._is_causal = is_causal(model[0])
@@ -281,7 +289,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
                 f"vocabulary of {config.vocab_size}"
             )
         num_types = getattr(config, "type_vocab_size", None)
-        if self._has_types and num_types and self._capability is Capability.RERANK:
+        if self._has_types and num_types and self._capability in READ_WHOLE:
             [pair] = self.encoder_tokenizer.encode_pairs("a", ["a"])
             if (most := max(pair.input.type_ids, default=0)) >= num_types:
                 raise Refusal(

@@ -6,11 +6,11 @@ Therefore there are two tokenizers, with and without truncation. Neither pads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from engine.core.encode.types import EncodeInput, TokenizedInput
+from engine.core.encode.types import CharSpan, EncodeInput, TokenizedInput
 from engine.errors import FieldViolation, InvalidRequest
 
 if TYPE_CHECKING:
@@ -28,13 +28,46 @@ TEXTS_AT_ONCE = 64
 QUERY_SHARE = 2
 
 
+class Spans:
+    """Finds the characters of tokens, and which tokens go on with a word. ``model`` is that of a
+    tokenizer. One with a prefix for such tokens, like BERT's, has words; in others a token goes on
+    unless a space is at its beginning or before it. ``unknown_id`` is of the token that begins a
+    word in either.
+
+    Source: transformers, pipelines/token_classification.py; only the behaviour is the same.
+    """
+
+    def __init__(self, model: Any, unknown_id: int | None) -> None:
+        self._has_words = bool(getattr(model, "continuing_subword_prefix", None))
+        self._unknown_id = unknown_id
+
+    def of(self, text: str, encoding: Encoding) -> tuple[CharSpan | None, ...]:
+        """Return the span of each token; None for tokens that are not in the text."""
+        rows = zip(
+            *(encoding.tokens, encoding.ids, encoding.offsets, encoding.special_tokens_mask),
+            strict=True,
+        )
+        return tuple(
+            None if special else CharSpan(start, end, self._is_inside(text, token, id_, start, end))
+            for token, id_, (start, end), special in rows
+        )
+
+    def _is_inside(self, text: str, token: str, id_: int, start: int, end: int) -> bool:
+        if id_ == self._unknown_id:
+            return False
+        if self._has_words:
+            return len(token) != end - start
+        return start > 0 and " " not in text[start - 1 : start + 1]
+
+
 class InputTokenizer:
     """An `engine.worker.encode.interface.EncoderTokenizer` over a tokenizer of the tokenizers
     library.
 
     ``prompts`` are the model's prompts by name; "" is the default. ``max_tokens`` is the limit of
     an input. ``template`` renders the inputs of a model that reads chats; None: the prompt is put
-    before the text or the query.
+    before the text or the query. ``spans`` finds the characters of the tokens; None: nobody needs
+    them.
     """
 
     def __init__(
@@ -45,6 +78,7 @@ class InputTokenizer:
         prompts: Mapping[str, str],
         special_ids: frozenset[int],
         template: InputTemplate | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self._whole = Tokenizer.from_str(backend.to_str())
         self._whole.no_padding()
@@ -53,6 +87,7 @@ class InputTokenizer:
         self._cut.enable_truncation(max_tokens, strategy="longest_first")
         self._max_tokens = max_tokens
         self._template = template
+        self._spans = spans
         self._prompts = dict(prompts)
         # As in sentence-transformers, pooling does not exclude a prompt in a template.
         self._prompt_tokens = {
@@ -126,7 +161,10 @@ class InputTokenizer:
                 full = len(encoding.ids)
                 if full > self._max_tokens:
                     encoding = self._cut.encode_batch([text])[0]
-                tokenized.append(TokenizedInput(_input_of(encoding, prompt_tokens), full))
+                made = _input_of(encoding, prompt_tokens)
+                if self._spans is not None and isinstance(text, str):
+                    made = made._replace(spans=self._spans.of(text, encoding))
+                tokenized.append(TokenizedInput(made, full))
         return tokenized
 
     def _encode_chats(

@@ -43,6 +43,10 @@ DIMENSIONS = 8
 IMAGE_TOKENS = 16
 SEPARATOR = 900  # the id between a query and its document
 PROMPTS = {"query": "<7><8>"}
+LABELS = ("red", "green", "blue")
+TOKEN_LABELS = ("O", "B-x", "I-x", "y")
+# What each activation divides the numbers of a fake classifier by; "" is the model's own.
+DIVISORS = {"": 2, "none": 1, "sigmoid": 2, "softmax": 4}
 APART = (Capability.SPARSE_EMBEDDING, Capability.MULTI_VECTOR_EMBEDDING)
 RANGES = array("f", [0.0] * DIMENSIONS + [1.0] * DIMENSIONS).tobytes()  # of its whole vectors
 
@@ -103,6 +107,30 @@ def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
     """Return the score of a pair, from 0 to 1 if ``raw`` and from 0 to 0.5 otherwise."""
     score = (digest_of(token_ids) & 0xFFFF) / 2**16
     return score if raw else score / 2
+
+
+def label_scores_of(
+    token_ids: Sequence[int], activation: str, top_k: int | None = None, *, is_ranker: bool = False
+) -> list[tuple[int, float]]:
+    """Return an input's labels, the best first, with their scores. A reranker's one label has the
+    raw score."""
+    scores = [score_of(token_ids, raw=True)] if is_ranker else vector_of(token_ids, len(LABELS))
+    best = sorted(range(len(scores)), key=lambda label: -scores[label])
+    return [(label, scores[label] / DIVISORS[activation]) for label in best[:top_k]]
+
+
+def entities_of(token_ids: Sequence[int], aggregation: str) -> list[tuple[int, float, int, int]]:
+    """Return the label, the score, the first place and the end of each entity. A token's label and
+    score depend on it alone, and its characters are its place. Neighbours with one label are one
+    entity, unless the aggregation is none."""
+    found: list[tuple[int, float, int, int]] = []
+    for at, token_id in enumerate(token_ids):
+        label = token_id % len(TOKEN_LABELS)
+        if aggregation != "none" and found and found[-1][0] == label and found[-1][3] == at:
+            found[-1] = (*found[-1][:3], at + 1)
+        elif label:
+            found.append((label, score_of([token_id]), at, at + 1))
+    return found
 
 
 def ids_of(input_: AnyInput) -> tuple[int, ...]:
@@ -173,7 +201,12 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
         memory_bytes: int = VOCAB_SIZE,
     ) -> None:
         script = script or FakeScript()
-        is_embedding = kind is not Capability.RERANK
+        is_embedding = kind.value.endswith("embedding")
+        labels = {
+            Capability.RERANK: ("LABEL_0",),
+            Capability.TEXT_CLASSIFICATION: LABELS,
+            Capability.TOKEN_CLASSIFICATION: TOKEN_LABELS,
+        }
         info = EncoderInfo(
             kind=kind,
             architecture="fake",
@@ -188,6 +221,7 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
             images=FakeFit(decode_s=script.decode_s, sleep=script.sleep)
             if kind is Capability.IMAGE_EMBEDDING
             else None,
+            labels=labels.get(kind, ()),
         )
         super().__init__(script, info)
 
@@ -221,6 +255,19 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
     def _result(self, row: EncodeRow) -> EncodeRowResult:
         own, options, query = row.input, row.options, getattr(row.input, "query", None)
         ids = ids_of(own)
+        if options.aggregation:
+            found = entities_of(ids, options.aggregation)
+            return EncodeRowResult(
+                row.sequence,
+                array("f", [score for _, score, _, _ in found]),
+                array("I", [label for label, *_ in found]),
+                spans=array("I", [place for *_, start, end in found for place in (start, end)]),
+            )
+        if options.activation is not None:
+            is_ranker = self.info.kind is Capability.RERANK
+            scores = label_scores_of(ids, options.activation, options.top_k, is_ranker=is_ranker)
+            values = array("f", [score for _, score in scores])
+            return EncodeRowResult(row.sequence, values, array("I", [at for at, _ in scores]))
         if query is not None:
             pair = (*query.token_ids, SEPARATOR, *ids)
             return EncodeRowResult(row.sequence, self._values(pair, options, is_score=True))

@@ -22,8 +22,13 @@ IMAGE_TEXT_TYPES = ("clip", "siglip", "siglip2")
 # Of these capabilities, a model may have another one than its files show, if the operator says so.
 OPEN = (
     *(Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING, Capability.RERANK),
-    Capability.SPARSE_EMBEDDING,
+    *(Capability.SPARSE_EMBEDDING, Capability.TEXT_CLASSIFICATION),
 )
+# Capabilities by the end of the name of a model's class in transformers.
+CLASSIFIERS = {
+    "ForSequenceClassification": Capability.TEXT_CLASSIFICATION,
+    "ForTokenClassification": Capability.TOKEN_CLASSIFICATION,
+}
 # Capabilities by the class of sentence-transformers that saved the model.
 SAVED_BY = {
     "CrossEncoder": Capability.RERANK,
@@ -53,19 +58,23 @@ def find(model: str, revision: str = "") -> Capability | None:
 def capability_of(directory: Path) -> Capability:
     """Return the capability of the model in ``directory``: a pipeline of diffusers draws images, a
     classifier with one label reranks, `SAVED_BY` and `OWN_MODULES` name others, a CLIP or SigLIP
-    model embeds images, any other sentence-transformers model embeds texts, a model with a vision
-    part beside its text model reads images in chats, and any other model generates text or is
-    refused when it is loaded."""
+    model embeds images, any other sentence-transformers model embeds texts, `CLASSIFIERS` names
+    others, a model with a vision part beside its text model reads images in chats, and any other
+    model generates text or is refused when it is loaded."""
     if (directory / PIPELINE_INDEX).is_file():
         return Capability.TEXT_TO_IMAGE
     if (saved := _saved_as(directory)) is not None:
-        return saved
+        inner = _read(first_folder(directory), "config.json")
+        has_labels = saved is Capability.RERANK and _num_labels(inner) > 1
+        return _classifies(inner) or saved if has_labels else saved
     if _is_cross_encoder(directory):
         return Capability.RERANK
     if _read(first_folder(directory), "config.json").get("model_type") in IMAGE_TEXT_TYPES:
         return Capability.IMAGE_EMBEDDING
     if (directory / MODULES_NAME).is_file():
         return Capability.TEXT_EMBEDDING
+    if (classifies := _classifies(_read(directory, "config.json"))) is not None:
+        return classifies
     if has_vision(_read(directory, "config.json")):
         return Capability.VISION
     return Capability.TEXT_TO_TEXT
@@ -88,6 +97,8 @@ def fitting(directory: Path, configured: Capability | None) -> Capability:
         _check_can_rank(directory, own)
     if is_open and configured is Capability.SPARSE_EMBEDDING:
         _check_predicts_masked(directory, own)
+    if is_open and configured is Capability.TEXT_CLASSIFICATION:
+        _check_classifies(directory, own)
     if not is_open:
         raise Refusal(
             f"it is said to have the capability {configured.value}, and its files show "
@@ -100,13 +111,33 @@ def _check_can_rank(directory: Path, own: Capability) -> None:
     """Check that a model that the operator calls a reranker has a module that computes a score.
 
     Raises:
-        Refusal: The model has neither a classifier nor a LogitScore.
+        Refusal: The model has neither a classifier nor a LogitScore, or more labels than one.
     """
-    if not _is_classifier(_read(directory, "config.json")):
+    config = _read(directory, "config.json")
+    if _classifies(config) is not None and (number := _num_labels(config)) != 1:
+        raise Refusal(
+            f"it is said to have the capability rerank, and it has {number} labels in the place of "
+            "one score; leave the setting out"
+        )
+    if not _is_classifier(config):
         raise Refusal(
             f"it is said to have the capability rerank, and its files show {own.value}, with "
             "neither a classifier nor a LogitScore; choose a checkpoint that CrossEncoder saved or "
             "that was converted to a classifier"
+        )
+
+
+def _check_classifies(directory: Path, own: Capability) -> None:
+    """Check that a model that the operator calls a classifier is one.
+
+    Raises:
+        Refusal: It has none of transformers' classes of classifiers.
+    """
+    config = _read(first_folder(directory), "config.json")
+    if _classifies(config) is not Capability.TEXT_CLASSIFICATION:
+        raise Refusal(
+            f"it is said to have the capability text-classification, and its files show "
+            f"{own.value}; choose a checkpoint whose class ends with ForSequenceClassification"
         )
 
 
@@ -161,6 +192,13 @@ def _is_classifier(config: dict[str, object]) -> bool:
     if not isinstance(names, list) or not names:
         return True
     return str(names[0]).endswith("ForSequenceClassification")
+
+
+def _classifies(config: dict[str, object]) -> Capability | None:
+    """Return the capability of a classifier by the class that its config names; None: another."""
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    return next((CLASSIFIERS[end] for end in CLASSIFIERS if name.endswith(end)), None)
 
 
 def _num_labels(config: dict[str, object]) -> int:

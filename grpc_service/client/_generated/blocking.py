@@ -257,6 +257,12 @@ class Client:
         unless ``top_n`` is set."""
         return Stream(self._calls.start("rerank", request, timeout))
 
+    def classify(
+        self, request: Given[messages.ClassifyRequest], *, timeout: float | None = None
+    ) -> Stream[messages.ClassifyResponse]:
+        """Label each input, or find its entities. Results come as they are ready, in any order."""
+        return Stream(self._calls.start("classify", request, timeout))
+
     def generate_image(
         self, request: Given[messages.GenerateImageRequest] | str, *, timeout: float | None = None
     ) -> ImageStream:

@@ -21,6 +21,8 @@ class Capability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPABILITY_TEXT_TO_IMAGE: _ClassVar[Capability]
     CAPABILITY_SPARSE_EMBEDDING: _ClassVar[Capability]
     CAPABILITY_MULTI_VECTOR_EMBEDDING: _ClassVar[Capability]
+    CAPABILITY_TEXT_CLASSIFICATION: _ClassVar[Capability]
+    CAPABILITY_TOKEN_CLASSIFICATION: _ClassVar[Capability]
 
 class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,6 +50,8 @@ CAPABILITY_VISION: Capability
 CAPABILITY_TEXT_TO_IMAGE: Capability
 CAPABILITY_SPARSE_EMBEDDING: Capability
 CAPABILITY_MULTI_VECTOR_EMBEDDING: Capability
+CAPABILITY_TEXT_CLASSIFICATION: Capability
+CAPABILITY_TOKEN_CLASSIFICATION: Capability
 MODEL_STATE_UNSPECIFIED: ModelState
 MODEL_STATE_UNLOADED: ModelState
 MODEL_STATE_LOADING: ModelState

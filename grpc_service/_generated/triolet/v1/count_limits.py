@@ -8,6 +8,7 @@ COUNT_LIMITS: dict[str, tuple[int, int | None]] = {
     "triolet.v1.Chat.template_args": (16384, 30),
     "triolet.v1.Chat.tools": (1024, None),
     "triolet.v1.Choice.choices": (32768, None),
+    "triolet.v1.ClassifyRequest.inputs": (2048, None),
     "triolet.v1.Continuation.choices": (16, None),
     "triolet.v1.ContinuedChoice.token_ids": (262144, None),
     "triolet.v1.DetokenizeRequest.ids": (262144, None),

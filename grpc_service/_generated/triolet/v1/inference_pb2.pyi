@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import struct_pb2 as _struct_pb2
+from grpc_service._generated.triolet.v1 import classes_pb2 as _classes_pb2
 from grpc_service._generated.triolet.v1 import common_pb2 as _common_pb2
 from grpc_service._generated.triolet.v1 import images_pb2 as _images_pb2
 from grpc_service._generated.triolet.v1 import vectors_pb2 as _vectors_pb2

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from grpc_service._generated.triolet.v1 import classes_pb2 as triolet_dot_v1_dot_classes__pb2
 from grpc_service._generated.triolet.v1 import common_pb2 as triolet_dot_v1_dot_common__pb2
 from grpc_service._generated.triolet.v1 import images_pb2 as triolet_dot_v1_dot_images__pb2
 from grpc_service._generated.triolet.v1 import inference_pb2 as triolet_dot_v1_dot_inference__pb2
@@ -67,6 +68,11 @@ class InferenceStub:
                 '/triolet.v1.Inference/Rerank',
                 request_serializer=triolet_dot_v1_dot_vectors__pb2.RerankRequest.SerializeToString,
                 response_deserializer=triolet_dot_v1_dot_vectors__pb2.RerankResponse.FromString,
+                _registered_method=True)
+        self.Classify = channel.unary_stream(
+                '/triolet.v1.Inference/Classify',
+                request_serializer=triolet_dot_v1_dot_classes__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_classes__pb2.ClassifyResponse.FromString,
                 _registered_method=True)
         self.GenerateImage = channel.unary_stream(
                 '/triolet.v1.Inference/GenerateImage',
@@ -144,6 +150,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Classify(self, request, context):
+        """Gives each input the scores of the model's labels, or finds the entities in each text. Reward
+        models are classifiers with one label. Results are sent as they are ready, in any order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GenerateImage(self, request, context):
         """Draws images of a prompt. The stream begins with one ImageStarted at admission. ImageProgress
         follows each denoising step, and the parts of each image's file come as soon as the image is
@@ -190,6 +204,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Rerank,
                     request_deserializer=triolet_dot_v1_dot_vectors__pb2.RerankRequest.FromString,
                     response_serializer=triolet_dot_v1_dot_vectors__pb2.RerankResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=triolet_dot_v1_dot_classes__pb2.ClassifyRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_classes__pb2.ClassifyResponse.SerializeToString,
             ),
             'GenerateImage': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateImage,
@@ -326,6 +345,33 @@ class Inference:
             '/triolet.v1.Inference/Rerank',
             triolet_dot_v1_dot_vectors__pb2.RerankRequest.SerializeToString,
             triolet_dot_v1_dot_vectors__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triolet.v1.Inference/Classify',
+            triolet_dot_v1_dot_classes__pb2.ClassifyRequest.SerializeToString,
+            triolet_dot_v1_dot_classes__pb2.ClassifyResponse.FromString,
             options,
             channel_credentials,
             insecure,
