@@ -37,7 +37,7 @@ from engine.errors import (
 from engine.requests.stream import server_deadline
 from grpc_service.access import access_log, policy
 from grpc_service.addresses import is_loopback
-from grpc_service.openai import encode_codec, models, static_page, text_codec
+from grpc_service.openai import classify_codec, encode_codec, models, static_page, text_codec
 from grpc_service.openai.call import ID_HEADER, HttpCall, HttpRecord
 from grpc_service.openai.connection import BYTE_S
 from grpc_service.openai.errors import CANCELLED, CODES, HttpError, renamed
@@ -147,6 +147,7 @@ class Door:
         text = Route("POST", generate, text_codec.decode_completion)
         embed = Route("POST", f"{INFERENCE}Embed", encode_codec.decode_embeddings)
         rerank = Route("POST", f"{INFERENCE}Rerank", encode_codec.decode_rerank)
+        classify = Route("POST", f"{INFERENCE}Classify", classify_codec.decode_classify)
         draw = Route("POST", f"{INFERENCE}GenerateImage", encode_codec.decode_images)
         has_holders = self._access.has_holders
         measure = f"{policy.CONTROL}GetStats" if has_holders else "triolet.v1.Models/ListModels"
@@ -157,6 +158,8 @@ class Door:
             "/v1/rerank": rerank,
             "/rerank": rerank,
             "/v2/rerank": rerank,
+            "/v1/classify": classify,
+            "/classify": classify,
             "/v1/images/generations": draw,
             "/v1/models": Route("GET", "triolet.v1.Models/ListModels", reply=self._list_models),
             "/metrics": Route("GET", measure, reply=self._show_metrics),

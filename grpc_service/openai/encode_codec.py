@@ -34,10 +34,13 @@ if TYPE_CHECKING:
     from engine.requests.image_generation.values import ImageGenerationEvent
 
 INT32_MAX = 2**31 - 1
-INPUT_PATH = re.compile(r"inputs\[(\d+)\](?:\.text|\.token_ids\.ids)?((?:\[\d+\])?)")
+INPUT_PATH = re.compile(
+    r"inputs\[(\d+)\](?:\.text|\.token_ids(?:\.ids)?|\.pair)?((?:\[\d+\]|\.text(?:_pair)?)?)"
+)
 
 
-def _common(fields: Fields, context: Context) -> dict[str, Any]:
+def common_fields(fields: Fields, context: Context) -> dict[str, Any]:
+    """Return the fields that the requests of all routes have."""
     return {
         "model": fields.text("model") or "",
         "priority": fields.whole("priority", -INT32_MAX - 1, INT32_MAX),
@@ -73,10 +76,16 @@ def decode_embeddings(body: dict[str, Any], context: Context) -> Work:
         prompt_name=fields.text("prompt_name") or "",
         precision=_precision_of(fields),
         ranges=_ranges_of(fields),
-        **_common(fields, context),
+        **common_fields(fields, context),
     )
     fields.done()
     encoder = EmbeddingsWhole(is_base64=form == "base64")
+    fields.sent_as |= {"inputs": "input", "precision": "output_dtype"}
+    return Work(request.request_id, (request,), encoder, rename=input_renamer(fields, body))
+
+
+def input_renamer(fields: Fields, body: dict[str, Any]) -> Callable[[int, str], str]:
+    """Return the function that names a field of triolet.v1, where inputs came in ``input``."""
     is_list = isinstance(body["input"], list) and not is_ids(body["input"])
 
     def rename(source: int, path: str) -> str:
@@ -85,8 +94,7 @@ def decode_embeddings(body: dict[str, Any], context: Context) -> Work:
             return fields.sent_as.get(path, path)
         return f"input[{found[1]}]{found[2]}" if is_list else f"input{found[2]}"
 
-    fields.sent_as |= {"inputs": "input", "precision": "output_dtype"}
-    return Work(request.request_id, (request,), encoder, rename=rename)
+    return rename
 
 
 def _inputs_of(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
@@ -172,7 +180,7 @@ def decode_rerank(body: dict[str, Any], context: Context) -> Work:
         top_n=fields.whole("top_n"),
         raw_scores=fields.switch("raw_scores"),
         truncate=fields.switch("truncate"),
-        **_common(fields, context),
+        **common_fields(fields, context),
     )
     fields.done()
     encoder = RerankWhole(request.request_id, request.documents if shows else ())
@@ -240,7 +248,7 @@ def decode_images(body: dict[str, Any], context: Context) -> Work:
         scheduler=fields.text("scheduler") or "",
         format=fields.text("output_format") or "",
         quality=fields.whole("output_compression"),
-        **_common(fields, context),
+        **common_fields(fields, context),
     )
     fields.done()
     fields.sent_as |= IMAGE_NAMES

@@ -1,4 +1,4 @@
-"""`triolet embed` and `rerank` against a scripted backend: what they send, print and refuse."""
+"""`triolet embed`, `rerank` and `classify` against a scripted backend."""
 
 import asyncio
 import contextlib
@@ -20,6 +20,7 @@ import pytest
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.errors import FieldViolation, InvalidRequest, Overloaded
+from engine.requests.encode.classify_values import Classification, ClassifyRequest
 from engine.requests.encode.values import Embedding, EmbedRequest, Score
 from engine.requests.text.values import Started
 from grpc_service.cli import embed
@@ -30,6 +31,10 @@ from tests.service.test_cli_client import SILENT, process_of
 
 STARTED = Started("r1", "emb", 4)
 FINISHED = Finished("r1", 0, EndReason.STOP, Usage(4, 0, 0), Timings())
+
+
+# Fields of a result without entities.
+NOTHING = {"scores": array("f"), "ids": array("I"), "spans": array("I")}
 
 
 def angle_of(text):
@@ -57,6 +62,14 @@ class Encoder(FakeBackend):
                 at = angle_of(text)
                 values = array("f", [2 * math.cos(at), 2 * math.sin(at)])
                 batches.append([Embedding(index, values, len(text) + 2)])
+        elif isinstance(request, ClassifyRequest):
+            for index, text in reversed(list(enumerate(request.inputs))):
+                length = len(text if isinstance(text, str) else "".join(text))
+                names, scores = ("sad", "glad", "B-x"), array("f", [length / 100, 0.25])
+                labels = array("I", [2] if request.aggregation else [1, 0])
+                spans = array("I", [0, 2]) if request.aggregation else None
+                found = Classification(index, scores[: len(labels)], labels, names, 3, spans)
+                batches.append([found if text != "none" else found._replace(**NOTHING)])
         else:
             for index, text in reversed(list(enumerate(request.documents))):
                 batches.append([Score(index, math.degrees(angle_of(text)) / 100)])
@@ -426,10 +439,55 @@ def test_rerank_sorts_what_several_calls_scored(ask, monkeypatch):
     assert [json.loads(line)["index"] for line in out.splitlines()] == [2, 4, 0]
 
 
+# ---- classify --------------------------------------------------------------------------------
+
+
+def test_classify_shows_the_best_labels(ask):
+    code, out, err = ask(Encoder(), "classify", "x" * 80, "a\nb " * 10)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "INDEX  LABELS                   TEXT",
+        f"0      glad 0.8000, sad 0.2500  {'x' * 80}",
+        f"1      glad 0.4000, sad 0.2500  {' '.join(['a b'] * 10)}",
+    ]
+
+
+def test_classify_shows_entities_with_their_characters(ask):
+    code, out, err = ask(Encoder(), "classify", "--aggregation", "none", "Ann", "none")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "INDEX  LABEL  SCORE   CHARACTERS  TEXT",
+        "0      B-x    0.0300  0-2         An",
+        "1      -      -       -           none",
+    ]
+
+
+def test_classify_sends_its_arguments(ask):
+    backend = Encoder()
+    given = ("--pair", "b", "--activation", "none", "--top-k", "2", "--no-truncate")
+    ask(backend, "classify", "a", "c", *given, "--model", "moods")
+    request = backend.last.request
+    assert request.inputs == (("a", "b"), ("c", "b"))
+    assert (request.activation, request.top_k, request.truncate) == ("none", 2, False)
+    assert (request.model, request.aggregation) == ("moods", "")
+    ask(backend, "classify", "a")
+    assert (backend.last.request.inputs, backend.last.request.activation) == (("a",), "")
+
+
+def test_classify_json_is_a_line_per_text_in_their_order(ask, monkeypatch):
+    monkeypatch.setattr(cli_texts, "MAX_INPUTS", 2)
+    backend = Encoder()
+    _, out, _ = ask(backend, "classify", "a", "bb", "ccc", "--json")
+    assert len(backend.streams) == 2
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [one["index"] for one in lines] == [0, 1, 2]
+    assert [one["labels"][0]["label"] for one in lines] == ["glad"] * 3
+
+
 # ---- failures, pipes and terminals -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [["embed", "x"], ["rerank", "q", "x"]])
+@pytest.mark.parametrize("command", [["embed", "x"], ["rerank", "q", "x"], ["classify", "x"]])
 def test_failures_are_one_line(command, ask, capsys):
     assert main([*command, "--server", SILENT]) == 1
     said = f"triolet: no server answers at {SILENT}; `triolet serve` starts one\n"
@@ -438,7 +496,7 @@ def test_failures_are_one_line(command, ask, capsys):
     assert ask(backend, *command) == (1, "", "triolet: full; try again in 2 s\n")
 
 
-@pytest.mark.parametrize("command", ["embed", "rerank"])
+@pytest.mark.parametrize("command", ["embed", "rerank", "classify"])
 def test_help_says_where_texts_come_from(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -13,8 +13,8 @@ from tests.support import ending_kinds
 from tests.support import image_generation_wire as draw_wire
 from tests.support.doors import HTTP, HttpCall, HttpGeneration
 from tests.support.ending_kinds import DRAW, ENCODE, TEXT
+from tests.support.openai_calls import CLASSIFY, EMBED, RERANK
 from tests.support.openai_calls import DRAW as DRAW_PATH
-from tests.support.openai_calls import EMBED, RERANK
 
 
 class AtHttp:
@@ -44,9 +44,9 @@ class WholeText(HttpText):
 
 
 class HttpEncode(AtHttp, ending_kinds.Encode):
-    """Embeddings and rankings."""
+    """Embeddings, rankings and classifications."""
 
-    rare = ("tokenize", "load", "encode_for_best", "encode_apart")
+    rare = ("tokenize", "load", "encode_for_best", "encode_apart", "encode_entities")
 
     blocking = ENCODE
 
@@ -54,6 +54,10 @@ class HttpEncode(AtHttp, ending_kinds.Encode):
         if "query" in fields:
             return Ranking(client, RERANK, fields, **options)
         fields = dict(fields)
+        if fields.get("model") in ("moods", "names"):
+            how = fields.pop("aggregation", "AGGREGATION_").removeprefix("AGGREGATION_").lower()
+            body = {"input": fields.pop("inputs"), "aggregation_strategy": how or None, **fields}
+            return Labelled(client, CLASSIFY, body, **options)
         return Vectors(client, EMBED, {"input": fields.pop("inputs"), **fields}, **options)
 
 
@@ -70,6 +74,28 @@ class Vectors(HttpCall):
         found = {message.index: message for message in self.messages}
         assert len(found) == len(self.messages)
         return [found[index] for index in sorted(found)]
+
+
+class Labelled(Vectors):
+    """A request for labels or entities."""
+
+    def messages_of(self, answer):
+        return [
+            SimpleNamespace(
+                index=one["index"],
+                labels=sorted(
+                    [
+                        SimpleNamespace(label=label, score=score)
+                        for label, score in zip(
+                            one.get("labels", ()), one.get("probs", ()), strict=True
+                        )
+                    ],
+                    key=lambda each: -each.score,
+                ),
+                entities=[SimpleNamespace(**each) for each in one.get("entities", ())],
+            )
+            for one in answer["data"]
+        ]
 
 
 class Ranking(Vectors):

@@ -11,6 +11,7 @@ import struct
 LIMIT_S = 60.0
 CHAT, TEXT, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RERANK, DRAW = "/v1/rerank", "/v1/images/generations"
+CLASSIFY = "/v1/classify"
 JSON = {"Content-Type": "application/json"}
 
 

@@ -16,7 +16,7 @@ import pytest
 import engine
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge, Unsupported
 from grpc_service.client import messages as pb
-from grpc_service.openai import encode_codec, text_codec
+from grpc_service.openai import classify_codec, encode_codec, text_codec
 from grpc_service.openai.errors import NAMED, renamed
 from grpc_service.openai.work import Context
 
@@ -32,6 +32,10 @@ ROUTES = {
     "texts": (text_codec.decode_completion, pb.GenerateRequest, {"prompt": [[1], [2]]}),
     "embed": (encode_codec.decode_embeddings, pb.EmbedRequest, {"input": [1]}),
     "embed many": (encode_codec.decode_embeddings, pb.EmbedRequest, {"input": [[1]]}),
+    "classify": (
+        *(classify_codec.decode_classify, pb.ClassifyRequest),
+        {"input": [{"text": "a", "text_pair": "b"}]},
+    ),
     "rerank": (encode_codec.decode_rerank, pb.RerankRequest, {"query": "a", "documents": ["b"]}),
     "draw": (encode_codec.decode_images, pb.GenerateImageRequest, {"prompt": "a"}),
 }
@@ -44,6 +48,7 @@ NEVER = {
         *("prompt.truncate_left", "output.tool_argument_deltas"),
     ),
     "embed": ("inputs[0].image", "kind", "top_k", "threshold"),
+    "classify": ("inputs[0].token_ids",),
     "rerank": (),
     "draw": ("source", "strength", "preview_every"),
 }
@@ -51,6 +56,7 @@ NEVER = {
 OTHERS = {
     pb.GenerateRequest: ("input", "chat", "token_ids.ids[0]", "sampling.logit_bias[5]"),
     pb.EmbedRequest: ("inputs", "inputs[0]", "inputs[0].token_ids.ids[0]"),
+    pb.ClassifyRequest: ("inputs", "inputs[0]", "inputs[0].pair"),
     pb.RerankRequest: ("documents[0]",),
     pb.GenerateImageRequest: (),
 }
