@@ -71,8 +71,8 @@ class Engine:
     ``abort_all``, ``list_live`` and ``num_live_of`` are the supervisor's, too. ``telemetry``
     returns the statistics and the timings, and never waits for a step. ``registry`` has the
     configured models, and is read-only. ``detached`` has the streams that clients may attach to,
-    and the streams whose clients are away. ``adapters`` loads and unloads adapters (LoRA) while
-    their bases serve.
+    and the streams whose clients are away. ``usage`` has what requests have used. ``adapters``
+    loads and unloads adapters (LoRA) while their bases serve.
     """
 
     def __init__(self, config: EngineConfig, pool: Pool, supervisor: Supervisor) -> None:
@@ -84,6 +84,7 @@ class Engine:
         self.list_live = supervisor.list_live
         self.num_live_of = supervisor.num_live_of
         self.detached = supervisor.detached
+        self.usage = supervisor.usage
         self.adapters = pool.adapters
         self._pool = pool
         self._supervisor = supervisor

@@ -36,7 +36,9 @@ class Stream(Generic[EventT]):
         if self._entered is not None:
             raise RuntimeError("a stream is of one request: its block can be entered once")
         self._entered = self._engine.submit(
-            self._request, buffer=self._engine.config.in_process_buffer
+            self._request,
+            buffer=self._engine.config.in_process_buffer,
+            awaits_reader=True,
         )
         return self
 

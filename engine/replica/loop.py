@@ -138,6 +138,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._commands: deque[InputEvent[RequestT, ResultT]] = deque()
         self._num_submits = 0
         self._streams: dict[RequestId, EventStream] = {}
+        self._rests: dict[RequestId, EventStream] = {}  # of requests whose streams take no more
         self._batch = settings.batch
         self._outbox: list[OutputEvent] = []
         self._wake = trio.Event()
@@ -160,7 +161,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
                 because it was closed.
         """
         if self._has_ended:
-            raise self.cause_of_death or ShuttingDown("the model was closed", retry_after_s=5.0)
+            raise self._end_cause
         if self._num_submits >= self.core.config.max_queued_requests:
             raise Overloaded("the queue holds as many requests as it may", retry_after_s=1.0)
         self._num_submits += 1
@@ -185,9 +186,21 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             self.telemetry.cancelled(request_id, phase, since)
         self.post(Cancel(request_id, reason))
 
-    def forget(self, request_id: RequestId) -> None:
-        """Send the request's stream no more events; the telemetry counts later ones as late."""
+    def forget(self, request_id: RequestId, rest: EventStream | None = None) -> None:
+        """Send the request's stream no more events. Those that are still to come go to ``rest``,
+        until it is forgotten, too; if the loop has ended, it gets the cause at once."""
         self._streams.pop(request_id, None)
+        self._rests.pop(request_id, None)
+        if rest is None:
+            return
+        if self._has_ended:
+            rest.lose_replica(self._end_cause, has_begun=True)
+        else:
+            self._rests[request_id] = rest
+
+    @property
+    def _end_cause(self) -> TrioletError:
+        return self.cause_of_death or ShuttingDown("the model was closed", retry_after_s=5.0)
 
     def close(self) -> None:
         """End `run` once nothing is live (after a drain) and no step is in flight."""
@@ -257,6 +270,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             self._has_ended = True
             self._on_death(self.cause_of_death)
             self._deliver(self._time())
+            self.core.settle_meters()
             for request_id, stream in list(self._streams.items()):
                 stream.lose_replica(self.cause_of_death, has_begun=self._has_begun(request_id))
             if self.cause_of_death is error:
@@ -266,6 +280,9 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             self._watch.close()
             self._has_ended = True
             self._went_idle.set()
+            self.core.settle_meters()
+            for rest in list(self._rests.values()):
+                rest.lose_replica(self._end_cause, has_begun=True)
 
     def _has_begun(self, request_id: RequestId) -> bool:
         """Return whether a request had been in a step when the loop died; True if a bug ended the
@@ -340,6 +357,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
                 self._watch.end()
         ended = self._time()
         self.busy_s += ended - started
+        self.core.charge(ended - started)
         self._apply(outcome, ended)
         if self._check_level >= 2:
             self.core.check()
@@ -398,11 +416,11 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         if self._on_event is not None:
             for event in events:
                 self._on_event(event)
-        streams = self._streams
+        streams, rests = self._streams, self._rests
         self._batch.hold()
         try:
             for event in events:
-                stream = streams.get(event.request_id)
+                stream = streams.get(event.request_id) or rests.get(event.request_id)
                 if stream is not None:  # None: `forget` was called for the request
                     stream.push(event)
         finally:

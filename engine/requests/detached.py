@@ -209,6 +209,7 @@ class DetachedStreams:
         self.remove(wait.stream)
         wait.stream.counted.release()
         wait.stream.cancel(reason)
+        wait.stream.bill.give_up(wait.stream)
 
     def _drop(self, wait: _Wait) -> None:
         del self._waits[wait.stream.attach_token]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -24,6 +25,19 @@ class Reader(Protocol[EventT_contra]):
 
     def end(self, error: TrioletError | None) -> None:
         """Take note that no event follows. ``error`` is None for a request that succeeded."""
+
+
+class Leaving(NamedTuple):
+    """How a reader leaves its stream: it has not taken ``num_unread`` tokens or other results, and
+    its call has sent ``num_bytes``. ``is_lost``: its client has lost its connection, and did not
+    end the call."""
+
+    num_unread: int = 0
+    num_bytes: int = 0
+    is_lost: bool = False
+
+
+IN_PEACE = Leaving()
 
 
 class Latest:
@@ -82,9 +96,14 @@ class ChannelReader(Generic[EventT]):
         """
         return await self._receive.receive()
 
-    def close(self) -> None:
-        """Drop the events that have not been received."""
+    def close(self) -> list[EventT]:
+        """Drop the events that have not been received, and return them. Idempotent."""
+        unread: list[EventT] = []
+        with suppress(trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
+            while True:
+                unread.append(self._receive.receive_nowait())
         self._receive.close()
+        return unread
 
 
 class NoReader:

@@ -16,6 +16,7 @@ import logging
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
@@ -35,8 +36,9 @@ from engine.errors import (
     StepFailed,
     TrioletError,
 )
+from engine.requests.bill import Bill, Rest, count
 from engine.requests.quota import NOWHERE, Origin, QueuedTokens
-from engine.requests.readers import NO_READER, ChannelReader, Latest
+from engine.requests.readers import IN_PEACE, NO_READER, ChannelReader, Latest, Leaving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,8 +80,9 @@ class StreamOptions(Generic[EventT]):
     `RequestStream.receive` reads. ``origin`` is where the request comes from. The request arrived
     at ``arrived_at``, on Trio's clock (None: now), and its client's timer ends it ``timeout_s``
     seconds later; without a timer, the server ends it after ``longest_s`` seconds. ``on_end`` is
-    called once, before the reader is notified of the end. ``on_loss`` is called when the reader's
-    client has lost its connection; it returns whether the stream waits for that client.
+    called before the reader is notified of the end, and ``on_bill`` once the bill is complete.
+    ``awaits_reader`` is as for `Bill`. ``on_loss`` is called when the reader's client has lost its
+    connection; it returns whether the stream waits for that client.
     ``on_leave`` is called when the last reader has left.
     """
 
@@ -92,6 +95,8 @@ class StreamOptions(Generic[EventT]):
     timeout_s: float | None = None
     longest_s: float | None = None
     on_end: Callable[[RequestStream[Any]], None] = lambda stream: None
+    on_bill: Callable[[RequestStream[Any]], None] = lambda stream: None
+    awaits_reader: bool = False
     on_loss: Callable[[Any], bool] = lambda stream: False
     on_leave: Callable[[Any], None] = lambda stream: None
 
@@ -111,6 +116,9 @@ class RequestStream(Generic[EventT]):
     ``attach_token`` is what a client must show to take the stream up again; empty for a stream that
     no client can take up. ``seed`` is the seed of the request's draws; 0 if its kind draws nothing.
     ``wants_progress``: the client asked for events before its first token (`show`).
+    ``bill`` is the request's. ``num_made`` tokens, or other results, were made for the reader;
+    ``result_types`` are the classes of the events that bring them. ``makes_tokens``: the results
+    are tokens.
     ``operation`` is OpenTelemetry's name for what the request asks for. ``how_far`` is the format
     in which its error says how far the request came.
     """
@@ -119,6 +127,8 @@ class RequestStream(Generic[EventT]):
     attach_token = ""
     seed = 0
     wants_progress = False
+    makes_tokens = False
+    result_types: tuple[type, ...] = ()
     how_far = "after {0.tokens_done} tokens"
 
     def __init__(
@@ -136,7 +146,7 @@ class RequestStream(Generic[EventT]):
         self.error: TrioletError | None = None
         self.is_closed = False
         self.phase = Phase.TOKENIZE
-        self.tokens_done = 0
+        self.tokens_done = self.num_made = 0
         self.started_at = trio.current_time()
         self.load_s = 0.0
         self.replica: Replica[Any, Any] | None = None
@@ -152,6 +162,7 @@ class RequestStream(Generic[EventT]):
         self.holder = options.origin.quota
         self.party = options.origin.party
         self.queued = QueuedTokens(options.origin.quota)
+        self.bill = Bill(options.on_bill, awaits_reader=options.awaits_reader)
         self._channel: ChannelReader[EventT] | None = None
         reader = options.reader
         if reader is None:
@@ -207,13 +218,15 @@ class RequestStream(Generic[EventT]):
         async with nullcontext() if prepared.hold is None else prepared.hold(replica):
             self.phase = Phase.QUEUED
             self.queued.add(request.num_tokens)
-            replica.loop.submit(Submit(request, self.credit), self)
+            replica.loop.submit(Submit(request, self.credit, self.bill.meter), self)
+            self.bill.open(request.num_choices)
             try:
                 with replica.busy_with(request.num_tokens_ahead) as self.ahead:
                     await self.wait_turn()
             finally:
                 self.phase = replica.loop.phase_of(self.core_id) or self.phase
-                replica.loop.forget(self.core_id)
+                forget = partial(replica.loop.forget, self.core_id)
+                forget(Rest(self, forget) if self.bill.is_open else None)
                 if self.error is not None or not self.is_closed:
                     reason = self.reason or EndReason.DEADLINE
                     since = min(self.scope.deadline, trio.current_time(), self._cancelled_at)
@@ -259,11 +272,11 @@ class RequestStream(Generic[EventT]):
         if self.replica is not None:
             self.replica.loop.post(ReaderDrained(self.core_id))
 
-    def leave(self, reader: Reader[EventT], left_at: float, *, is_lost: bool = False) -> None:
-        """Act on the leave of ``reader`` at ``left_at``, on Trio's clock. ``is_lost``: its client
-        has lost its connection, and did not end the call."""
+    def leave(self, reader: Reader[EventT], left_at: float, gone: Leaving = IN_PEACE) -> None:
+        """Act on the leave of ``reader`` at ``left_at``, on Trio's clock."""
         if not self.is_closed:
             self.close_reader(left_at)
+        self.bill.leave(self, gone.num_unread, gone.num_bytes)
 
     def close_reader(self, left_at: float | None = None) -> None:
         """End the request, if it has not ended, because its reader leaves; drop the events that
@@ -277,7 +290,7 @@ class RequestStream(Generic[EventT]):
         self.cancel(EndReason.DEADLINE if is_timer else EndReason.CANCELLED)
         self._reader = NO_READER
         if self._channel is not None:
-            self._channel.close()
+            self.bill.leave(self, count(self, self._channel.close()), 0)
 
     # ---- ending
 
@@ -303,6 +316,7 @@ class RequestStream(Generic[EventT]):
         self._turn.set()
         reader, self._reader = self._reader, NO_READER
         reader.end(self.error)
+        self.bill.close(self)
 
     async def wait_closed(self) -> None:
         """Wait for `close`. Cancellation: ends only the waiting."""
@@ -339,6 +353,7 @@ class RequestStream(Generic[EventT]):
 
     def push(self, event: OutputEvent) -> None:
         """Take an event of the core about this request. Each kind adds its own results."""
+        self.bill.take(event)
         if isinstance(event, Finished):
             extra = {"request_id": logs.printable(self.request_id)}  # whichever task logs it
             reason = event.reason.value
@@ -385,6 +400,7 @@ class RequestStream(Generic[EventT]):
         Only a request that has not begun moves; it keeps the place of its arrival in the new queue.
         The events that its reader has are true of any replica.
         """
+        self.bill.lose()
         self.credit.cancel(self.credit.reserved)  # the rows planned for it were not computed
         if has_begun or self.tokens_done or self._first_result_at is not None or self.is_closed:
             self.close(error)

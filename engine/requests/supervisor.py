@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import uuid
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from engine.requests.serving import Serving
 from engine.requests.stream import StreamOptions
 from engine.requests.tasks import RequestTasks
 from engine.requests.tokenizing import Tokenizing
+from engine.requests.usage import Usage
 from engine.status import AbortOutcome, LiveRequest
 
 if TYPE_CHECKING:
@@ -120,6 +122,7 @@ class Supervisor:
         self._aborts_to_come = _RecentIds()
         self._idle = trio.Event()
         self.metrics = EndCounts()
+        self.usage = Usage(time.time())
 
     @property
     def num_live(self) -> int:
@@ -131,9 +134,12 @@ class Supervisor:
 
         Cancellation: cancels every request, and waits for the steps in flight.
         """
-        async with self._tasks.running():
-            self._tasks.start(self._run_pool)
-            task_status.started()
+        try:
+            async with self._tasks.running():
+                self._tasks.start(self._run_pool)
+                task_status.started()
+        finally:
+            self.detached.close()  # so that the bills of streams that wait are complete
 
     async def _run_pool(self) -> None:
         try:
@@ -149,6 +155,7 @@ class Supervisor:
         *,
         buffer: int,
         reader: Reader[Any] | None = None,
+        awaits_reader: bool = False,
         arrived_at: float | None = None,
         origin: Origin = NOWHERE,
     ) -> RequestStream[Any]:
@@ -156,7 +163,8 @@ class Supervisor:
         refused, its stream has the error.
 
         ``buffer`` is the number of messages that may wait for the reader. ``arrived_at`` is when
-        the request reached the server, on Trio's clock, if that was earlier.
+        the request reached the server, on Trio's clock, if that was earlier. ``awaits_reader``: the
+        request's bill is complete only when its reader has left (`RequestStream.leave`).
         """
         request_id = request.request_id or origin.fallback_id or uuid.uuid4().hex
         error = self._refusal(request, request_id, origin)
@@ -170,6 +178,8 @@ class Supervisor:
             timeout_s=request.timeout_s if error is None else None,  # else it may be NaN
             longest_s=self._config.default_deadline_s,
             on_end=self._count,
+            on_bill=self._note_bill,
+            awaits_reader=awaits_reader,
             on_loss=self.detached.add,
             on_leave=self.detached.remove,
         )
@@ -368,6 +378,10 @@ class Supervisor:
             replica.processed += error is None
             replica.failed += isinstance(error, (StepFailed, EngineBug, WorkerLost))
             replica.cancelled += stream.reason is EndReason.CANCELLED
+
+    def _note_bill(self, stream: RequestStream[Any]) -> None:
+        """Add the record of a request whose bill is complete."""
+        self.usage.add(stream.bill.record(stream))
 
     # ---- the end of everything
 

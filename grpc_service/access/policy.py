@@ -47,7 +47,8 @@ USES = (OURS, *(f"vllm.grpc.engine.VllmEngine/{name}" for name in ("Generate", "
 HTTP_USES = "/v1/"  # the same of the paths of HTTP
 HTTP_ABORT = "/triolet/abort"  # logged at INFO, as Control's is
 CONTROL = "triolet.v1.Control/"
-OF_OWN = {f"{CONTROL}Abort", f"{CONTROL}Explain"}  # users may call these for their own requests
+# Users may call these for their own requests.
+OF_OWN = {f"{CONTROL}{name}" for name in ("Abort", "Explain", "GetUsage")}
 OPERATING = {
     f"triolet.v1.Models/{name}"
     for name in ("LoadModel", "UnloadModel", "LoadAdapter", "UnloadAdapter")

@@ -81,6 +81,7 @@ class HttpCall:
         self.is_lost = False
         self.on_answer: Callable[[], None] = lambda: None
         self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.trailing_metadata = ()  # is not sent
         self.is_closing = False  # no other request may follow on the connection
         self._receive = receive
         self._send_message = send

@@ -336,31 +336,37 @@ class Door:
         if len(work.requests) == 1:
             await self._write_one(record, work, 0, None)
             return
-        turns, failed = trio.Lock(), list[Exception]()
-        async with trio.open_nursery() as nursery:
+        turns, failed, writers = trio.Lock(), list[Exception](), list[HttpWriter]()
 
-            async def serve(source: int) -> None:
-                own = HttpRecord.of(call)
-                own.quota, own.arrived_at = record.quota, record.arrived_at
-                try:
-                    await self._write_one(own, work, source, turns)
-                except Exception as error:
-                    failed.append(error)
-                    nursery.cancel_scope.cancel(reason="another prompt has failed")
-                finally:
-                    if record.stream is None:
-                        record.stream = own.stream
-                    elif own.stream is not None:
-                        seconds = trio.current_time() - own.arrived_at
-                        record.others += (own.stream.account(seconds),)
+        async def serve(source: int, scope: trio.CancelScope) -> None:
+            own = HttpRecord.of(call)
+            own.quota, own.arrived_at = record.quota, record.arrived_at
+            try:
+                await self._write_one(own, work, source, turns, writers)
+            except Exception as error:
+                failed.append(error)
+                scope.cancel(reason="another prompt has failed")
+            finally:
+                if record.stream is None:
+                    record.stream = own.stream
+                elif own.stream is not None:
+                    seconds = trio.current_time() - own.arrived_at
+                    record.others += (own.stream.account(seconds),)
 
-            for source in range(len(work.requests)):
-                nursery.start_soon(serve, source)
+        with _settling(writers):
+            async with trio.open_nursery() as nursery:
+                for source in range(len(work.requests)):
+                    nursery.start_soon(serve, source, nursery.cancel_scope)
         if failed:
             raise failed[0]
 
     async def _write_one(
-        self, record: HttpRecord, work: Work, source: int, turns: trio.Lock | None
+        self,
+        record: HttpRecord,
+        work: Work,
+        source: int,
+        turns: trio.Lock | None,
+        writers: list[HttpWriter] | None = None,
     ) -> None:
         encoder = work.encoder
         writer = HttpWriter(
@@ -371,6 +377,8 @@ class Door:
             is_heavy=encoder.is_heavy,
             turns=turns,
         )
+        if writers is not None:
+            writers.append(writer)
         try:
             await writer.serve(self._backend.engine, work.requests[source])
         except (InvalidRequest, Unsupported) as error:
@@ -481,10 +489,43 @@ class HttpWriter(CallWriter):
         """Leave the answer to the door."""
         raise error
 
+    def _cancel(self) -> None:
+        """End the request as the class. If its events are in a part of the answer that another
+        writer has to write, `settle` does it."""
+        if not (self._is_answered and self._batch):
+            super()._cancel()
+
+    def _tell_usage(self) -> None:
+        """Do nothing: the answer itself has the tokens, and clients of HTTP read no trailers."""
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether every event of the request was encoded, and written unless another writer has
+        to."""
+        return self._is_answered
+
+    def settle(self, *, is_sent: bool) -> None:
+        """Take note whether the whole answer was sent."""
+        if self._is_answered and self._batch:
+            self._batch = [] if is_sent else self._batch
+            super()._cancel()
+
     async def _messages_of(self, events: Sequence[Any]) -> Iterable[Any]:
         if not self._is_heavy(events):
             return self._encode(events)
         return await encode_in_thread(lambda: self._encode(events))
+
+
+@contextlib.contextmanager
+def _settling(writers: Sequence[HttpWriter]) -> Iterator[None]:
+    """Settle the writers of one answer, which is sent by the block's end or not at all."""
+    is_sent = False
+    try:
+        yield
+        is_sent = all(writer.has_answered for writer in writers)
+    finally:
+        for writer in writers:
+            writer.settle(is_sent=is_sent)
 
 
 def _settle(call: HttpCall, *, has_work: bool) -> None:

@@ -20,12 +20,16 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
+from google.protobuf.message import Message
 
 from engine import logs
 from engine.replica.threads import WorkerThreads
-from engine.requests.readers import taken
+from engine.requests.bill import count
+from engine.requests.readers import Leaving, taken
+from grpc_service._generated.triolet.v1 import inference_pb2
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.services.error_status import status_of
+from grpc_service.services.operations_codec import encode_request_usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from engine.requests.quota import Origin
     from engine.requests.stream import RequestStream
     from grpc_service.access.unread_calls import UnreadCalls
+    from grpc_service.rpc.status import Metadata
 
     Encode = Callable[[Sequence[Any]], Iterable[Any]]
     EncodeShort = Callable[[Any], bytes | None]
@@ -47,6 +52,8 @@ log = logging.getLogger(__name__)
 FAILURE_PATIENCE_S = 0.5
 
 MESSAGES_IN_TURN = 16  # messages that are written before other tasks run; a guess
+
+USAGE_TRAILER = "triolet-usage-bin"  # control.proto describes it at RequestUsage
 
 _limiter = trio.CapacityLimiter(2)  # guess: threads that encode large answers
 
@@ -63,6 +70,8 @@ class WrittenCall(Protocol):
 
     scope: trio.CancelScope
     is_lost: bool
+
+    trailing_metadata: Metadata
 
     @property
     def connection(self) -> Any:
@@ -101,6 +110,18 @@ class WrittenRecord(Protocol):
         """Where the request comes from."""
 
 
+def _size_of(message: Any) -> int:
+    """Return a message's bytes, before it is compressed."""
+    if isinstance(message, bytes):
+        return len(message)
+    return message.ByteSize() if isinstance(message, Message) else 0
+
+
+def _has_delta(message: Any) -> bool:
+    """Return whether a message has the tokens of a choice, of which it has all in its batch."""
+    return isinstance(message, inference_pb2.GenerateResponse) and message.HasField("delta")
+
+
 class CallWriter:
     """The `Reader` of one request's stream: writes events in `push`, or else in the call's task.
 
@@ -134,8 +155,13 @@ class CallWriter:
         self._error: TrioletError | None = None  # the failed request's error
         self._bug: Exception | None = None  # raised in `push` or `end`
         self.has_left = False  # the call's task has stopped writing
+        self._is_answered = False  # every event of a request that succeeded was encoded
         self._is_done = False  # the client has everything, or the call got its status
         self._num_written = 0
+        self._batch: list[Any] = []  # events since the last message of `_write` that was written
+        self._made: Sequence[Any] = ()  # the messages of these events
+        self._num_made_written = 0  # how many of those messages were written
+        self._num_bytes = 0  # of the messages that were written
         self._writing = trio.CancelScope()  # gets a deadline when the request fails
 
     @property
@@ -154,6 +180,9 @@ class CallWriter:
                 data = self._encode_short(event)
                 if data is not None and (not data or self._call.try_write(data)):
                     self._give_back(1)
+                    self._num_bytes += _size_of(data)
+                    if self._batch and data:
+                        self._batch = []
                     return
             except Exception as bug:
                 self._bug = bug
@@ -202,6 +231,7 @@ class CallWriter:
             request,
             buffer=engine.config.stream_buffer,
             reader=self,
+            awaits_reader=True,
             arrived_at=self._rpc.arrived_at,
             origin=self._rpc.origin,
         )
@@ -220,16 +250,20 @@ class CallWriter:
         try:
             with self._writing:
                 await self._write_events()
+                self._is_answered = True
             if self._writing.cancelled_caught and self._error is not None:
                 raise self._error
             if self._is_kept:
                 await self._call.wait_received()
             self._is_done = True
+            self._cancel()
+            self._tell_usage()
         except Disconnected:
             raise
         except Exception as error:
             self._is_done = True
             self._cancel()
+            self._tell_usage()
             await self._fail(error)
         finally:
             self._leave()
@@ -241,6 +275,7 @@ class CallWriter:
         """
         stream = self._stream
         while events := await self._receive():
+            self._batch += events
             await self._write(events)
             num_credited = sum([isinstance(event, stream.credited) for event in events])
             if num_credited:
@@ -248,11 +283,17 @@ class CallWriter:
 
     async def _write(self, events: Sequence[Any]) -> None:
         """Write events that are ready together. Raises and cancellation: as `Call.write`."""
-        for number, message in enumerate(await self._messages_of(events), 1):
+        self._made, self._num_made_written = (), 0
+        self._made = made = [*await self._messages_of(events)]
+        for number, message in enumerate(made, 1):
             await self._call.write(message)
+            self._num_made_written = number
+            self._num_bytes += _size_of(message)
             if not number % MESSAGES_IN_TURN:
                 await trio.lowlevel.checkpoint()
             self._stream.note_taken()
+        if made:
+            self._batch, self._made = [], ()
 
     async def _receive(self) -> Sequence[Any]:
         """Return every event that waits, at least one; () once the request has succeeded.
@@ -278,6 +319,11 @@ class CallWriter:
             finally:
                 self._waiter = None
 
+    def _tell_usage(self) -> None:
+        """Let the call's trailers say what the request has used so far."""
+        used = encode_request_usage(self._stream.bill.record(self._stream))
+        self._call.trailing_metadata = ((USAGE_TRAILER, used.SerializeToString()),)
+
     async def _fail(self, error: Exception) -> None:
         """End the call with the status of ``error``."""
         await self._rpc.call.end(*status_of(error))
@@ -294,7 +340,24 @@ class CallWriter:
         # A call without a status or a cancellation ends because its connection is cut.
         is_lost = call.code is None and (call.is_lost or not call.scope.cancel_called)
         is_lost &= not self._is_done
-        self._stream.leave(self, trio.current_time(), is_lost=is_lost)
+        gone = Leaving(self._num_unread(), self._num_bytes, is_lost)
+        self._stream.leave(self, trio.current_time(), gone)
+
+    def _num_unread(self) -> int:
+        """Return how many tokens, or other results, were not written. Of events that are written
+        together, those count whose messages can be told."""
+        batch = self._batch
+        if num_written := self._num_made_written:
+            if len(self._made) == len(batch):
+                batch = batch[num_written:]
+            else:
+                batch = self._left_of(batch, self._made[:num_written])
+        return count(self._stream, [*batch, *self._pending])
+
+    def _left_of(self, events: list[Any], written: Sequence[Any]) -> list[Any]:
+        """Return the events of which the ``written`` messages have nothing, or only a part."""
+        choices = {message.delta.choice for message in written if _has_delta(message)}
+        return [event for event in events if getattr(event, "choice", None) not in choices]
 
     def _leave(self) -> None:
         """End the request, if it has not ended, and count the call as one without unread events."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from engine.errors import Overloaded
+from engine.errors import Overloaded, RequestNotFound
 from grpc_service._generated.triolet.v1 import control_pb2
 from grpc_service.services import operations_codec, snapshots_codec
 
@@ -93,6 +93,21 @@ class Control:
         name = operations_codec.decode_name(request, "request_id")
         explained = self._backend.engine.explain(name, rpc.only_of)
         return operations_codec.encode_explanation(explained)
+
+    async def GetUsage(
+        self, request: control_pb2.GetUsageRequest, rpc: Rpc
+    ) -> control_pb2.GetUsageResponse:
+        """Return what ended requests have used, by holder and model.
+
+        Raises:
+            RequestNotFound: the caller may see its own requests only, and asks for another holder.
+        """
+        holder, model, since = operations_codec.decode_usage(request)
+        if rpc.only_of is not None:
+            if holder not in (None, rpc.only_of):
+                raise RequestNotFound(f"no request of a holder {holder!r} is known")
+            holder = rpc.only_of
+        return operations_codec.encode_usage(*self._backend.engine.usage.sums(holder, model, since))
 
     async def Drain(self, request: control_pb2.DrainRequest, rpc: Rpc) -> control_pb2.DrainResponse:
         """Close the port, and answer when no request is left. The process stays up.

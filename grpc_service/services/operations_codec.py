@@ -11,14 +11,15 @@ from engine.core.common.events import PauseMode
 from engine.errors import InvalidRequest
 from engine.requests.text.values import MAX_REQUEST_ID_CHARS
 from grpc_service._generated.triolet.v1 import control_pb2, models_pb2
-from grpc_service.services.snapshots_codec import shared_fields
+from grpc_service.services.snapshots_codec import encode_timestamp, shared_fields
 from grpc_service.services.text_encoder import encode_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from engine.core.common.types import Explanation
     from engine.pool.load_watch import LoadStatus
+    from engine.requests.usage import Pair, UsageRecord, UsageSums
     from engine.status import AbortOutcome
 
 ABORTS_MAX = 1024  # ids in one call. Guess: ending 1,024 requests takes the loop a few milliseconds
@@ -81,6 +82,36 @@ def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
     }
     shared = shared_fields(explained, control_pb2.ExplainResponse)
     return control_pb2.ExplainResponse(**shared | others)
+
+
+def decode_usage(message: control_pb2.GetUsageRequest) -> tuple[str | None, str, float]:
+    """Return the holder (None: every holder), the model ("": every model), and since when, in
+    seconds after 1970."""
+    holder = message.holder if message.HasField("holder") else None
+    return holder, message.model, message.since.seconds + message.since.nanos * 1e-9
+
+
+def encode_usage(since: float, sums: Mapping[Pair, UsageSums]) -> control_pb2.GetUsageResponse:
+    """Return the message with the sums of requests that have ended ``since`` then."""
+    return control_pb2.GetUsageResponse(
+        since=encode_timestamp(since),
+        sums=[
+            control_pb2.UsageSums(
+                holder=holder,
+                model=model,
+                requests=own.requests,
+                succeeded=own.succeeded,
+                usage=encode_request_usage(own),
+            )
+            for (holder, model), own in sorted(sums.items())
+        ],
+    )
+
+
+def encode_request_usage(used: UsageSums | UsageRecord) -> control_pb2.RequestUsage:
+    """Return the message of what one request, or several together, have used."""
+    times = {"queue": encode_duration(used.queue_s), "step": encode_duration(used.step_s)}
+    return control_pb2.RequestUsage(**shared_fields(used, control_pb2.RequestUsage) | times)
 
 
 def decode_load(message: models_pb2.LoadModelRequest) -> tuple[str, int | None]:

@@ -34,7 +34,7 @@ def encode_model(status: ModelStatus) -> models_pb2.Model:
         "capabilities": [f"CAPABILITY_{capability.name}" for capability in status.capabilities],
         "state": f"MODEL_STATE_{status.state.name}",
         "replicas": [_encode_replica(replica) for replica in status.replicas],
-        "last_used": _encode_timestamp(status.last_used) if status.last_used else None,
+        "last_used": encode_timestamp(status.last_used) if status.last_used else None,
         "demo": status.is_demo,
     }
     return models_pb2.Model(**shared_fields(status, models_pb2.Model) | others)
@@ -78,6 +78,6 @@ def _encode_counts(counts: Counts, message: type[Message]) -> dict[str, Any]:
     return shared_fields(counts, message) | {"requests_total": control_pb2.RequestsTotal(**ends)}
 
 
-def _encode_timestamp(seconds: float) -> Timestamp:
+def encode_timestamp(seconds: float) -> Timestamp:
     nanos = round(seconds * 1e9)
     return Timestamp(seconds=nanos // 10**9, nanos=nanos % 10**9)

@@ -447,7 +447,7 @@ BUGS = (
         "share.counter = max(share.counter, min(others, default=self._floor))",
         "pass",
     ),
-    Mutant("prompts are free", prices.price_of, "prices[share] += token_s * count", "pass"),
+    Mutant("prompts are free", prices.price_of, "prices[payer] += token_s * count", "pass"),
     Mutant(
         "cached tokens are charged",
         prices.price_of,

@@ -14,6 +14,7 @@ from engine.core.common.types import DraftCounts, Explanation
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ModelNotFound, RequestNotFound
 from engine.requests.text.values import validate_tokenize
+from engine.requests.usage import Usage, UsageSums
 from engine.status import (
     AbortOutcome,
     Counts,
@@ -58,7 +59,9 @@ class FakeStream:
     """
 
     request_id = "r1"
-    wants_progress = False
+    wants_progress = makes_tokens = False
+    result_types = ()
+    bill = SimpleNamespace(record=lambda stream: UsageSums())
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class FakeStream:
     def report_drained(self):
         raise AssertionError("nobody waits for this stream's credit")
 
-    def leave(self, reader, left_at, *, is_lost=False):
+    def leave(self, reader, left_at, gone):
         if not self.is_closed:
             self.close_reader(left_at)
 
@@ -131,6 +134,7 @@ class FakeEngine:
     """
 
     config = SimpleNamespace(stream_buffer=64)
+    usage = Usage(0.0)
     detached = None  # nobody attaches to these streams
 
     def __init__(self, script):
@@ -138,7 +142,7 @@ class FakeEngine:
         self.script = script
         self.streams = []
 
-    def submit(self, request, *, buffer, reader, arrived_at, origin):
+    def submit(self, request, *, buffer, reader, awaits_reader, arrived_at, origin):
         try:
             request.validate()
         except InvalidRequest as error:

@@ -299,6 +299,8 @@ def in_phase(place, *, spares_others=True, **options):
         yield asked
     wait_idle(server.channel, LIMIT_S)
     wait(lambda: server.ask("image_bytes") == 0, "the memory of images")
+    if place.name != "load":  # an engine has no counts of replicas that have ended
+        wait(lambda: not unbilled(server), "the records")
     ask_another(place, place.kind.after)
     if place.name == "load":  # the load was not cancelled
         model = asked.fields["model"]
@@ -311,6 +313,29 @@ def check_end(place, asked, how):
     channel = place.server.channel
     wait(lambda: ended(channel) != asked.ends, "the end")
     assert ended(channel) == asked.ends | {how: asked.ends.get(how, 0) + 1}
+
+
+def unbilled(server):
+    """Return in what the records of all requests so far differ from the counters; "" if they agree.
+    A record comes a moment after its request's end."""
+    used = control(server).GetUsage(pb.GetUsageRequest()).sums
+    totals = control(server).GetStats(pb.GetStatsRequest()).totals
+    counts = totals.requests_total
+    ends = sum(getattr(counts, field.name) for field in counts.DESCRIPTOR.fields)
+    models = stubs.ModelsStub(server.channel).ListModels(pb.ListModelsRequest()).models
+    busy_s = sum(replica.busy.ToNanoseconds() for model in models for replica in model.replicas)
+    found = {
+        "requests": (sum(one.requests for one in used), ends),
+        "succeeded": (sum(one.succeeded for one in used), counts.finished),
+    }
+    for name in ("prompt_tokens", "completion_tokens"):
+        billed = sum(getattr(one.usage, name) for one in used)
+        found[name] = (billed, getattr(totals, f"{name}_total"))
+    billed_s = sum(one.usage.step.ToNanoseconds() for one in used)
+    if abs(billed_s - busy_s) > 0.001 * busy_s:
+        return f"{billed_s} ns of steps are billed, of {busy_s}"
+    wrong = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+    return str(wrong or "")
 
 
 def check_free(place, asked):

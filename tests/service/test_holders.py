@@ -112,6 +112,7 @@ def is_not_found(error):
 ABOUT_A_REQUEST = {
     "triolet.v1.Control/Abort",
     "triolet.v1.Control/Explain",
+    "triolet.v1.Control/GetUsage",
     "triolet.v1.Inference/Attach",
 }
 MADE_BY_IT = {  # these name the request that they make
@@ -126,6 +127,7 @@ def test_every_rpc_that_names_a_request_is_asked_about_here():
         for service in file.DESCRIPTOR.services_by_name.values()
         for method in service.methods
         if any("request_id" in field.name for field in method.input_type.fields)
+        or any("holder" in field.name for field in method.input_type.fields)
     }
     assert naming - MADE_BY_IT == ABOUT_A_REQUEST
 
@@ -205,6 +207,32 @@ def test_holders_have_ids_of_their_own(server):
                 assert reason(one.finish().error) == "ABORTED"
     for channel in (ann, ben, ops):
         assert abort(channel, name) == [pb.ABORT_OUTCOME_ALREADY_ENDED]
+
+
+# ---- what others use ---------------------------------------------------------------------------
+
+
+def usage(channel, **asked):
+    """Return the requests of each holder that a caller sees."""
+    answer = stubs.ControlStub(channel).GetUsage(pb.GetUsageRequest(**asked), timeout=SOON_S)
+    return {one.holder: one.requests for one in answer.sums}
+
+
+@pytest.mark.parametrize("caller", MAY_SEE)
+def test_a_holder_sees_its_own_use_and_operators_everybodys(server, caller):
+    channel, name = called_by(server, caller), caller.replace(" for ", "/")
+    for asking in (called_by(server, "ann"), channel):
+        assert generate(asking, prompt_ids=[5], max_tokens=2, timeout=SOON_S).error is None
+    is_operator = caller == "ops"
+    wait_until(lambda: usage(channel).get(name), SOON_S, "its own record")
+    assert is_operator or set(usage(channel)) == {name}
+    assert usage(channel, holder=name)[name] == usage(channel)[name]
+    for other in {"ann", "", "nobody"} - {name}:
+        if is_operator:
+            assert (other in usage(channel, holder=other)) == (other in usage(channel))
+        else:
+            assert is_not_found(error_of(lambda other=other: usage(channel, holder=other)))
+    assert usage(channel, model="no such model") == {}
 
 
 # ---- the paths of HTTP -----------------------------------------------------------------------

@@ -16,6 +16,7 @@ from engine.errors import (
     Overloaded,
     ShuttingDown,
 )
+from engine.requests.readers import Leaving
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.status import AbortOutcome
 from engine.worker.fakes.text import FakeScript
@@ -192,7 +193,7 @@ async def test_an_engine_that_refuses_a_request_gives_up_no_stream_for_it(engine
     supervisor, reader = engine._supervisor, EventReader(lambda: None)
     asked = replace(REQUEST, request_id="", resume_window_s=600.0)
     lost = engine.submit(asked, buffer=9, reader=reader)
-    lost.leave(reader, trio.current_time(), is_lost=True)
+    lost.leave(reader, trio.current_time(), Leaving(is_lost=True))
     supervisor._max_live = 1
     bad = replace(asked, timeout_s=math.nan, check=False)
     assert isinstance(engine.submit(bad, buffer=9).error, InvalidRequest)
@@ -236,7 +237,7 @@ async def test_requests_whose_clients_are_away_fill_no_server(engine, *, seed):
     for _ in range(6):
         reader = EventReader(lambda: None)
         lost.append(engine.submit(window, buffer=9, reader=reader))
-        lost[-1].leave(reader, trio.current_time(), is_lost=True)
+        lost[-1].leave(reader, trio.current_time(), Leaving(is_lost=True))
         await trio.sleep(STEP_S)
     for _ in range(6):
         asked.append(engine.submit(replace(REQUEST, request_id=""), buffer=99))

@@ -12,6 +12,7 @@ from engine.core.common.prompts import PromptProgress
 from engine.core.text.types import Constraint, Tokens
 from engine.requests.progress import INTERVAL_S, UNCHANGED_S
 from engine.requests.quota import NOWHERE, Origin, Quota
+from engine.requests.readers import Leaving
 from engine.requests.text.kept_events import ReceivedChoice
 from engine.requests.text.values import GenerateRequest, SamplingParams, Started
 from engine.worker.fakes.text import FakeRunner, FakeScript
@@ -364,7 +365,7 @@ def test_an_attach_gets_what_comes_after_it():
         )
         stream = engine.submit(request, buffer=8, reader=first)
         await trio.sleep(3.0)
-        stream.leave(first, trio.current_time(), is_lost=True)
+        stream.leave(first, trio.current_time(), Leaving(is_lost=True))
         await trio.sleep(2.0)
         stream.attach(second, (ReceivedChoice(),))
         assert [type(event).__name__ for event in second.events] == ["Started"]

@@ -8,6 +8,7 @@ import trio
 
 from engine.config import ModelConfig, WorkerConfig
 from engine.core.common.types import SequenceId
+from engine.requests.readers import Leaving
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeScript
 from tests.simulator.determinism import run_deterministically
@@ -100,7 +101,7 @@ def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s
             ask = replace(request(9, 9, max_tokens=900), resume_window_s=60.0)
             lost = engine.submit(ask, buffer=4, reader=(reader := SilentReader()))
             await trio.sleep(leaves_after_s)
-            lost.leave(reader, trio.current_time(), is_lost=True)
+            lost.leave(reader, trio.current_time(), Leaving(is_lost=True))
             await trio.sleep(1.0)
             assert tokens() == [0, 0]
             asks = [request(own + 1, own) for own in range(6)]
@@ -111,7 +112,7 @@ def test_a_request_whose_client_is_away_is_no_work_of_its_replica(leaves_after_s
             assert [replica.processed for replica in replicas] == [3, 3]
             engine.detached.attach(lost, again := SilentReader(), [])
             assert tokens() == [0, 65 + 900]
-            lost.leave(again, trio.current_time(), is_lost=True)
+            lost.leave(again, trio.current_time(), Leaving(is_lost=True))
             assert tokens() == [0, 0]
             await lost.wait_closed()  # ends with its resume window
             assert lost.closed_at > 60.0

@@ -197,6 +197,7 @@ class HttpClient(SimulatedConnection):
     async def wait_sent(self) -> None:
         """Wait until the client has taken everything. Raises Disconnected."""
         while self._unsent and not self.is_broken:
+            self.call.is_part = self.is_whole and len(self._unsent) > 1
             await self.call.write(self._unsent[0])
             if self._unsent:
                 self._unsent.popleft()

@@ -108,6 +108,10 @@ class DrawReader(Reader):
         ends = (self.started is not None) + (self.finished is not None)
         return ends + self.num_steps + len(self.images)
 
+    @property
+    def num_results(self) -> int:
+        return len(self.images)
+
     def see(self, event: ImageGenerationEvent) -> None:
         name = self._request.request_id
         if isinstance(event, DrawingStarted):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from engine.core.common import core, credit, live_requests, one_choice, shares, turns
+from engine.core.common import core, credit, live_requests, meter, one_choice, shares, turns
 from engine.core.encode import batch, live_request, waiting_inputs
 from engine.core.encode import scheduler as encode_scheduler
 from engine.core.image_generation import deadlines, least_times
@@ -43,6 +43,7 @@ from engine.core.text.memory import blocks, sequence_keys, snapshots, states
 from engine.pool import adapter_version, loads
 from engine.replica import loop
 from engine.requests import (
+    bill,
     detached,
     image_memory,
     progress,
@@ -336,7 +337,7 @@ MUTANTS = (
     Mutant(
         "a client's leaving is not reported to the engine",
         call_writer.CallWriter._cancel,
-        "self._stream.leave(self, trio.current_time(), is_lost=is_lost)",
+        "self._stream.leave(self, trio.current_time(), gone)",
         "pass",
         seed=2,
     ),
@@ -1093,9 +1094,51 @@ MUTANTS = (
         run=run_over_http,
     ),
     Mutant(
+        "a cancelled request is not billed",
+        stream.RequestStream.run,
+        "forget(Rest(self, forget) if self.bill.is_open else None)",
+        "forget()",
+    ),
+    Mutant(
+        "a request whose choices end after its stream is billed twice",
+        bill.Bill.complete,
+        "if has_ended and not self._is_complete:",
+        "if has_ended:",
+    ),
+    Mutant(
+        "a step's time is not divided",
+        meter.EqualSteps.settle,
+        "self._seconds / len(self._rows)",
+        "self._seconds",
+    ),
+    Mutant(
+        "a step is divided after its rows have ended",
+        loop.EngineLoop._step,
+        "self.core.charge(ended - started)",
+        "pass",
+    ),
+    Mutant(
+        "what a reader has not read is billed as delivered",
+        bill.Bill.pass_on,
+        "- num_unread",
+        "",
+    ),
+    Mutant(
+        "a stream that waits for its client is never billed",
+        detached.DetachedStreams._give_up,
+        "wait.stream.bill.give_up(wait.stream)",
+        "pass",
+    ),
+    Mutant(
+        "tokens that come after a cancel are not billed",
+        bill.Bill.take_late,
+        "self._num_late += count(stream, [event])",
+        "pass",
+    ),
+    Mutant(
         "prompts cost their holder nothing",
         prices.price_of,
-        "prices[share] += token_s * count",
+        "prices[payer] += token_s * count",
         "pass",
     ),
     Mutant(

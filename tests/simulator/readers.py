@@ -32,12 +32,19 @@ class Reader:
     has_left: bool = False
     error: TrioletError | None = None
     attach_token: str = ""
+    num_amid: int = 0  # results of the message that it is taking
     lost_at: float | None = None  # when it lost its connection; its stream then waits for it
 
     @property
     def num_seen(self) -> int:
         """The number of events so far, tokens one by one."""
         raise NotImplementedError
+
+    @property
+    def num_results(self) -> int:
+        """The number of tokens, or other results, that came from its request; not those of an
+        earlier one."""
+        return 0
 
     def see(self, event: Any) -> None:
         """Record an event, and check that it can come now."""
@@ -89,6 +96,7 @@ class TextReader(Reader):
     progress: Seen = field(default_factory=Seen)
     heard_at: float = field(default_factory=trio.current_time)
     has_grown: bool = False  # its stream has tokens; those before a cut are of another one
+    num_had: int = 0  # tokens of the requests that its own continues
     num_clients: int = 0  # of the world; 0: the server may be silent for any time
 
     @property
@@ -96,6 +104,10 @@ class TextReader(Reader):
         tokens = sum(map(len, self.tokens.values()))
         started = self.prompt_tokens is not None
         return self.progress.num_events + started + tokens + len(self.finished)
+
+    @property
+    def num_results(self) -> int:
+        return sum(map(len, self.tokens.values())) - self.num_had
 
     def see(self, event: StreamEvent) -> None:
         request = self.client.request
@@ -156,6 +168,10 @@ class EncodeReader(Reader):
     @property
     def num_seen(self) -> int:
         return (self.prompt_tokens is not None) + len(self.results) + (self.finished is not None)
+
+    @property
+    def num_results(self) -> int:
+        return len(self.results)
 
     def see(self, event: EncodeEvent) -> None:
         name = self._request.request_id
@@ -271,6 +287,7 @@ class SimulatedCall:
         self._unread_calls = unread_calls
         self._is_window_closed = is_window_closed
         self.leaving = trio.CancelScope()
+        self.is_part = False  # what is written is a part of a message, and not its end
         self.is_abandoned = False  # another call of the client has taken over the stream
         self._busy_until = -math.inf
         self.code = None  # None until the server has ended the call
@@ -307,9 +324,13 @@ class SimulatedCall:
         if reader.stalls_now:
             await self.stream.wait_closed()
             await self._linger()
+        before = reader.num_results - reader.num_amid
         self._see(event)
+        reader.num_amid = reader.num_results - before
         if reader.client.delay_s:
             await trio.sleep(reader.client.delay_s)
+        if not self.is_part:
+            reader.num_amid = 0
         if reader.leaves_now:
             self.leave()
 

@@ -70,7 +70,9 @@ def continued(reader: TextReader, now: float, number: int) -> TextReader | None:
         continuation=Continuation(tuple(heard)),
         check=False,
     )
-    return _same(reader, replace(client, arrival_s=now, request=request))
+    following = _same(reader, replace(client, arrival_s=now, request=request))
+    following.num_had = sum(map(len, reader.tokens.values()))
+    return following
 
 
 def attached(reader: TextReader) -> tuple[TextReader, tuple[ReceivedChoice, ...]]:
@@ -99,5 +101,6 @@ def _same(reader: TextReader, client: Client) -> TextReader:
         tokens=reader.tokens,
         text=reader.text,
         finished=reader.finished,
+        num_had=reader.num_had,
         num_clients=reader.num_clients,
     )

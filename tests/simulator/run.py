@@ -52,6 +52,7 @@ from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
 from tests.simulator import adapters, counting, http_door, pool_faults, resumption, thinking, vision
 from tests.simulator import image_generation_clients as drawings
+from tests.simulator.bill_watch import BillWatch
 from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.simulator.drafters import drafter_of_world, model_of_world
@@ -138,6 +139,7 @@ class Simulation:
         self._group_rng = random.Random(world.seed ^ 0x6A0E)
         self._generations: list[RequestStream[Any]] = []
         self._watch = CoreWatch(len(world.clients), self.outcome, self._generations)
+        self._bills = BillWatch()
         self._writers: list[CallWriter] = []  # the writers of calls over the wire
         self._windows = random.Random(world.seed ^ 0x31D0)
         most, self._most_unread_in_all = BOUNDS_OF_UNREAD[world.seed % len(BOUNDS_OF_UNREAD)]
@@ -166,7 +168,7 @@ class Simulation:
             Violation, or whatever the engine raised.
         """
         files = drawings.slow_files(self._threads.note_sleep, 2.5 * self.world.step_s)
-        with self._watch.watch_schedulers(), files:
+        with self._watch.watch_schedulers(), self._bills.watch_loops(), files:
             try:
                 run_deterministically(self._main, self.world.seed)
             finally:
@@ -332,6 +334,7 @@ class Simulation:
                 raise Violation(f"{writer} was not left")
         if self._engine is not None and (left := self._engine.statistics().totals.memory_reserved):
             raise Violation(f"{left} bytes are reserved by nobody")
+        self._bills.check_all_have(self._generations)
         if scope.cancelled_caught:
             self.outcome.ends["cut"] += sum(
                 getattr(g.error, "reason", "") == "SHUTTING_DOWN" for g in self._generations
@@ -349,6 +352,7 @@ class Simulation:
             on_change=self._look_at_change,
         ) as engine:
             self._engine = engine
+            self._bills.follow(engine)
             make_place = partial(self._make_place, engine.detached)
             engine.detached.make_place = make_place  # type: ignore[method-assign]
             backend = Backend(engine, self._unread_calls())
@@ -645,13 +649,19 @@ class Simulation:
                 generation = await self._call(engine, backend, reader)
             else:
                 generation = engine.submit(
-                    client.request, buffer=client.buffer, origin=Origin(quota=self._quota)
+                    client.request,
+                    buffer=client.buffer,
+                    awaits_reader=True,
+                    origin=Origin(quota=self._quota),
                 )
                 self._generations.append(generation)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._wait_for_end, generation, client, client.arrival_s)
                     nursery.start_soon(self._cancel, engine, generation, client)
-                    await read(generation, reader)
+                    try:
+                        await read(generation, reader)
+                    finally:
+                        generation.close_reader()
                     nursery.cancel_scope.cancel(reason="read to the end")
         if scope.cancelled_caught:
             raise Violation(f"{client.request.request_id} starves")
@@ -739,6 +749,7 @@ class Simulation:
             reader.client.request,
             buffer=engine.config.stream_buffer,
             reader=writer,
+            awaits_reader=True,
             origin=Origin(quota=holder),
         )
         return writer, call
@@ -819,6 +830,7 @@ class Simulation:
 
     def _check_reader(self, generation: RequestStream[Any], reader: Reader) -> None:
         request, error = reader.client.request, generation.error
+        self._bills.heard(generation, reader)
         if not generation.is_closed:
             raise Violation(f"{request.request_id}: the reader ended, the request did not")
         reason = "" if error is None else error.reason
@@ -978,6 +990,7 @@ class Simulation:
         asked = len(self.world.clients) + self._num_continued
         if counted != asked:
             raise Violation(f"{counted} ends counted of {asked} requests")
+        self._bills.check(engine, self._generations)
 
 
 def simulate(

@@ -44,7 +44,7 @@ RIGHTS = {
     "triolet.v1.Control": {
         **dict.fromkeys(("GetStats", "WatchStats", "Pause", "Resume"), OPERATORS),
         **dict.fromkeys(("Drain", "ResetPrefixCache"), OPERATORS),
-        **dict.fromkeys(("Abort", "Explain"), OF_OWN),
+        **dict.fromkeys(("Abort", "Explain", "GetUsage"), OF_OWN),
     },
 }
 RIGHT_OF = {

@@ -54,6 +54,7 @@ SERVICES = {
         Drain(DrainRequest) DrainResponse
         ResetPrefixCache(ResetPrefixCacheRequest) ResetPrefixCacheResponse
         Explain(ExplainRequest) ExplainResponse
+        GetUsage(GetUsageRequest) GetUsageResponse
     """,
 }
 
@@ -257,6 +258,16 @@ MESSAGES = {
         accepted_tokens:uint32 drafts:DraftCounts*
     """,
     "DraftCounts": "drafter:string drafted_tokens:uint32 accepted_tokens:uint32",
+    "GetUsageRequest": "holder:string? model:string since:Timestamp",
+    "GetUsageResponse": "since:Timestamp sums:UsageSums*",
+    "UsageSums": """
+        holder:string model:string requests:uint64 succeeded:uint64 usage:RequestUsage
+    """,
+    "RequestUsage": """
+        prompt_tokens:uint64 cached_tokens:uint64 completion_tokens:uint64 results:uint64
+        undelivered:uint64 drafted_tokens:uint64 accepted_tokens:uint64 reasoning_tokens:uint64
+        images:uint64 queue:Duration step:Duration sent_bytes:uint64
+    """,
 }
 
 # The names of each enum's values without their common prefix; the value 0 is UNSPECIFIED in each.

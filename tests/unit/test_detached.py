@@ -12,6 +12,7 @@ from engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from engine.requests import detached
 from engine.requests.detached import DetachedStreams
 from engine.requests.quota import Origin, Quota
+from engine.requests.readers import Leaving
 from engine.requests.stream import StreamOptions
 from engine.requests.text import kept_events
 from engine.requests.text.chat_values import Chat
@@ -160,7 +161,7 @@ def lost(streams, name, holder=None, num_bytes=0, text="a", address="", chat=Non
     stream = TextStream(request, options)
     streams.register(stream)
     stream._kept._tokens_bytes = num_bytes
-    stream.leave(options.reader, 0.0, is_lost=True)
+    stream.leave(options.reader, 0.0, Leaving(is_lost=True))
     return stream
 
 
@@ -207,7 +208,7 @@ async def test_the_core_hears_whose_client_is_away(autojump_clock):
     streams.attach(late, reader := Seen(), [])
     early.push(Admitted(RequestId("early"), 1))
     late.push(Admitted(RequestId("late"), 1))
-    late.leave(reader, 0.0, is_lost=True)
+    late.leave(reader, 0.0, Leaving(is_lost=True))
     streams.attach(late, Seen(), [])
     left, came = ClientLeft, ClientCame
     assert posted == [came("late"), left("early"), left("late"), came("late")]
@@ -288,14 +289,14 @@ async def test_a_prompt_whose_client_is_away_is_not_waiting_for_its_key(autojump
     streams.attach(early, reader := Seen(), [])
     early.queued.add(60)
     assert ann.queued_tokens == 60
-    early.leave(reader, 0.0, is_lost=True)
+    early.leave(reader, 0.0, Leaving(is_lost=True))
     assert ann.queued_tokens == 0
     for stream in (late, early):
         streams.attach(stream, reader, [])
     assert ann.queued_tokens == 120
     with pytest.raises(Overloaded, match="120 prompt tokens"):
         ann.queue(1)
-    late.leave(reader, 0.0, is_lost=True)
+    late.leave(reader, 0.0, Leaving(is_lost=True))
     for stream in (late, early):
         stream.close(None)
         assert ann.queued_tokens in (0, 60)

@@ -31,7 +31,8 @@ async def test_a_moving_request_begins_its_answer_once():
     seen = Seen()
     moving = TextStream(GenerateRequest(chat=chat), StreamOptions("r", RequestId("r"), 1, seen))
     form = AnswerFormat(reasoning=REASONING[0])
-    prepared = PreparedText(SimpleNamespace(num_tokens=1, num_tokens_ahead=2), form=form, echo="x")
+    request = SimpleNamespace(num_tokens=1, num_tokens_ahead=2, num_choices=1, images=())
+    prepared = PreparedText(request, form=form, echo="x")
     for _ in range(3):
         await moving.run(prepared, SimpleNamespace(loop=DyingLoop(), busy_with=nullcontext))
         assert moving.take_moving()

@@ -105,6 +105,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
         super().__init__(config)
         self._events: list[OutputEvent] = []  # the events of the call in progress
         self._step: StepT | None = None
+        self._metering: Any  # each kind has its own, with `charge`; `EqualSteps` has `settle`
         self._rate = RecentRate()  # in the unit of `CoreRequest.num_tokens`
 
     # ---- the two verbs
@@ -158,6 +159,16 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
         counters.rows += len(step.plan.rows)
         return step.plan, self._take_events()
 
+    def charge(self, seconds: float) -> None:
+        """Divide the ``seconds`` that the step in flight has taken among the meters of the requests
+        that it computes, by what their parts usually cost. To be called before its result is
+        applied; a step that nobody measured charges nothing."""
+        self._metering.charge(self._step, seconds)
+
+    def settle_meters(self) -> None:
+        """Make the meters of live requests right. Those of ended ones are right anyway."""
+        self._metering.settle()
+
     def prepare(self, now: float) -> None:
         """Make the next plan while a step runs, so that `plan` only has to return it. A kind whose
         planning takes microseconds does nothing."""
@@ -189,7 +200,8 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
         if refused is not None:
             self._events.append(Refused(request.request_id, refused))
             return
-        self._requests[request.request_id] = self._admit(request, event.credit, now)
+        live = self._requests[request.request_id] = self._admit(request, event.credit, now)
+        live.meter = event.meter
         self._counters.prompt_tokens += request.prompt_tokens
         self._events.append(Admitted(request.request_id, request.prompt_tokens))
 

@@ -8,9 +8,11 @@ no object addresses, and nothing that differs between two equal runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+
+from engine.core.common.meter import Meter
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
@@ -108,10 +110,12 @@ class PauseMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Submit(Generic[RequestT]):
-    """Submit a request, with the credit of the stream that gets its messages."""
+    """Submit a request, with the credit of the stream that gets its messages, and the meter of
+    what it costs."""
 
     request: RequestT
     credit: Credit
+    meter: Meter = field(default_factory=Meter)
 
     def journal_line(self) -> str:
         """Return the event in one stable line."""

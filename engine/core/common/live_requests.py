@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from engine.core.common.credit import Credit
+    from engine.core.common.meter import Meter
     from engine.core.common.phases import Phase
     from engine.core.common.types import Explanation, RequestId
     from engine.settings import QueueLimits
@@ -31,14 +32,16 @@ HELD_WHILE_WAITING: Set[PauseMode] = frozenset({PauseMode.KEEP, PauseMode.WAIT})
 
 
 class LiveRequest(ABC, Generic[RequestT]):
-    """A request that was accepted. ``credit`` counts the message slots of its stream, and
-    ``parked_since`` is set while it is parked, in seconds of the engine's clock."""
+    """A request that was accepted. ``credit`` counts the message slots of its stream, ``meter``
+    what it costs, and ``parked_since`` is set while it is parked, in seconds of the engine's
+    clock."""
 
-    __slots__ = ("credit", "parked_since", "request")
+    __slots__ = ("credit", "meter", "parked_since", "request")
 
     def __init__(self, request: RequestT, credit: Credit) -> None:
         self.request = request
         self.credit = credit
+        self.meter: Meter  # set by `Core`, when the request is admitted
         self.parked_since: float | None = None
 
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ from engine.core.common.live_requests import (
     LiveRequest,
     Places,
 )
+from engine.core.common.meter import EqualSteps, divide
 from engine.core.common.phases import Phase
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason, Explanation, Timings, Usage
@@ -27,7 +28,7 @@ from engine.core.common.waiting_queue import aged_priority
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Callable, Sequence, Set
 
     from engine.core.common.credit import Credit
     from engine.core.common.steps import StepFailure
@@ -141,6 +142,20 @@ class OneChoiceStep(NamedTuple):
     started_at: float
 
 
+class _Metering(EqualSteps):
+    """Divides the time of steps among the requests of their parts, by ``costs_of`` these."""
+
+    __slots__ = ("_costs_of",)
+
+    def __init__(self, costs_of: Callable[[Any], Sequence[float]]) -> None:
+        super().__init__()
+        self._costs_of = costs_of
+
+    def charge(self, step: OneChoiceStep, seconds: float) -> None:
+        """Divide a step's seconds."""
+        divide(seconds, [live.meter for live, _ in step.rows], self._costs_of(step.rows))
+
+
 class OneChoiceCore(Core[RequestT, PlanT, ResultT, ChoiceT, OneChoiceStep]):
     """A `Core` for requests of one choice. ``live_type`` makes the record of a request."""
 
@@ -149,6 +164,7 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, ChoiceT, OneChoiceStep]):
     def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
         self._numbers = count()
+        self._metering = _Metering(self._costs)
 
     # ---- requests
 
@@ -227,6 +243,10 @@ class OneChoiceCore(Core[RequestT, PlanT, ResultT, ChoiceT, OneChoiceStep]):
                 self._take_result(live, part, got, now)
                 if live.num_done == live.num_parts:
                     self._end(live, EndReason.STOP, now)
+
+    def _costs(self, rows: Parts[ChoiceT]) -> Sequence[float]:
+        """Return what each part of a step costs, compared with the others."""
+        return (1.0,) * len(rows)
 
     def _note_step(self, step: OneChoiceStep, result: ResultT, seconds: float) -> None:
         """Update the estimates of speed by how long a step took."""

@@ -34,6 +34,8 @@ from engine.core.encode.waiting_inputs import WaitingInputs
 from engine.errors import RequestTooLarge
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.config import EncoderConfig
     from engine.core.common.credit import Credit
     from engine.core.common.one_choice import OneChoiceStep, Parts
@@ -83,20 +85,20 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         self._last_kind = plan.kind
         self._charged = {}
         if self._shares.is_contested:
-            self._charged = self._costs(rows)
+            for (live, _), cost in zip(rows, self._costs(rows), strict=True):
+                self._charged[live.share] = self._charged.get(live.share, 0.0) + cost
             self._shares.charge(self._charged)
         return plan
 
-    def _costs(self, rows: Parts[LiveEncode]) -> dict[Share, float]:
-        """Return what a step's rows, the shortest first, cost their holders: a row as much as the
-        longest, to which it is padded, and the first row with a query that, too."""
+    def _costs(self, rows: Parts[LiveEncode]) -> Sequence[float]:
+        """Return what each of a step's rows costs, the shortest first: as much as the longest, to
+        which it is padded, and the first row with a query that, too."""
         longest, paid = rows[-1][0].length(rows[-1][1]), set[EncodeInput]()
-        costs: dict[Share, float] = {}
+        costs: list[float] = []
         for live, index in rows:
             added = [query for query in live.queries_of(index) if query not in paid]
             paid.update(added)
-            cost = longest + sum(query.num_tokens for query in added)
-            costs[live.share] = costs.get(live.share, 0.0) + cost
+            costs.append(longest + sum(query.num_tokens for query in added))
         return costs
 
     def _choose(self, now: float) -> list[tuple[LiveEncode, int]]:

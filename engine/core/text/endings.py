@@ -12,6 +12,7 @@ from engine.core.common.events import Finished
 
 if TYPE_CHECKING:
     from engine.core.common.events import OutputEvent
+    from engine.core.common.meter import EqualSteps
     from engine.core.common.types import EndReason
     from engine.core.text.ledger import Ledger
     from engine.core.text.sequence import LiveText, Sequence
@@ -21,15 +22,17 @@ RUN_SMOOTHING = 0.05  # weight of the newest end in `run_s`; estimate: the last 
 
 
 class Endings:
-    """Ends sequences and requests; appends their events to ``events``.
+    """Ends sequences and requests; appends their events to ``events``, and has ``metering``
+    settled before.
 
     ``run_s`` is the running average of the seconds that sequences ran until they ended; 0 while
     none has ended.
     """
 
-    def __init__(self, ledger: Ledger, events: list[OutputEvent]) -> None:
+    def __init__(self, ledger: Ledger, events: list[OutputEvent], metering: EqualSteps) -> None:
         self._ledger = ledger
         self._events = events
+        self._metering = metering
         self.run_s = 0.0
 
     def end(
@@ -42,7 +45,8 @@ class Endings:
         detail: str = "",
         violation: FieldViolation | None = None,
     ) -> None:
-        """End one choice, which has not ended yet."""
+        """End one choice, which has not ended yet. Its request's meter is right from then on."""
+        self._metering.settle()
         phase, run_s = seq.phase, seq.run_s(now)
         self._ledger.end(seq, now)
         if run_s > 0:

@@ -34,8 +34,8 @@ class PlannedStep:
     ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``num_drafts`` counts
     the drafted tokens of its rows, and ``image_cost`` what encoding its rows' images may cost, in
     tokens. ``states`` are the state slots that it takes; None if the model has no states.
-    ``passed`` are the holders behind those of its rows that it could compute nothing for. ``plan``
-    and ``started_at`` are set by `seal`.
+    ``passed`` are the holders behind those of its rows that it could compute nothing for. `seal`
+    sets ``plan``, ``num_tokens``, which its rows compute, and ``started_at``.
     """
 
     __slots__ = (
@@ -44,6 +44,7 @@ class PlannedStep:
         "forks",
         "image_cost",
         "num_drafts",
+        "num_tokens",
         "passed",
         "pending_keys",
         "plan",
@@ -65,7 +66,7 @@ class PlannedStep:
         self.forks: dict[SequenceId, list[Sequence]] = {}
         self.started: list[Sequence] = []
         self.pending_keys: set[bytes] = set()
-        self.num_drafts = 0
+        self.num_drafts = self.num_tokens = 0
         self.image_cost = 0
         self.passed: list[Share] = []
         self.copies: list[tuple[BlockId, BlockId]] = []
@@ -84,6 +85,7 @@ class PlannedStep:
         self.plan = StepPlan(
             plan_id, tuple(self.rows), tuple(self.copies), tuple(admitted), tuple(released)
         )
+        self.num_tokens = self.plan.num_tokens
 
     def keep(self) -> None:
         """End a step that succeeded: its blocks belong to their sequences, and the worker knows the

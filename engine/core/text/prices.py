@@ -1,4 +1,5 @@
-"""What a step costs each holder: its usual time on this machine, divided among its rows.
+"""What a step costs each of those who pay for it (a holder's share, or a request's meter): its
+usual time on this machine, divided among its rows.
 
 Rule 1: a token costs what it adds to a step of its shape. The decodes of a step share the time that
 so many decodes usually take alone, each by its positions: a row with drafts has several. Prompts
@@ -9,45 +10,52 @@ costs. What is cached is not computed, and costs nothing. Rule 2: the times are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
+
+from engine.core.common.meter import EqualSteps, divide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    from engine.core.common.meter import Meter
     from engine.core.common.shares import Share
-    from engine.core.text.plan import Row
     from engine.core.text.planned_step import PlannedStep
     from engine.core.text.sequence import Sequence
     from engine.core.text.step_times import StepTimes
 
+PayerT = TypeVar("PayerT")
+share_of: Callable[[Sequence], Share] = attrgetter("live.share")
+meter_of: Callable[[Sequence], Meter] = attrgetter("live.meter")
+
 
 def price_of(
-    times: StepTimes, rows: Iterable[tuple[Sequence, Row]], num_drafts: int
-) -> dict[Share, float]:
-    """Return what a step with these rows costs each holder, in seconds."""
-    decodes: dict[Share, int] = {}
-    prompts: dict[Share, int] = {}
+    times: StepTimes, step: PlannedStep, payer_of: Callable[[Sequence], PayerT]
+) -> dict[PayerT, float]:
+    """Return what a step costs each of those who pay for its sequences, in seconds."""
+    decodes: dict[PayerT, int] = {}
+    prompts: dict[PayerT, int] = {}
     num_decodes = 0
-    for seq, row in rows:
-        share = seq.live.share
+    for seq, row in zip(step.sequences, step.rows, strict=True):
+        payer = payer_of(seq)
         if row.count > 1 + row.drafts:
             end = row.start + row.count
             images = seq.live.request.images
             count = row.count + sum([x.cost for x in images if row.start <= x.start < end])
-            prompts[share] = prompts.get(share, 0) + count
+            prompts[payer] = prompts.get(payer, 0) + count
         else:
             num_decodes += 1
-            decodes[share] = decodes.get(share, 0) + row.count
+            decodes[payer] = decodes.get(payer, 0) + row.count
     prices = dict.fromkeys([*decodes, *prompts], 0.0)
     if decodes:
-        decodes_s = times.price_of_decodes(num_decodes, num_drafts) / sum(decodes.values())
-        for share, count in decodes.items():
-            prices[share] += decodes_s * count
+        decodes_s = times.price_of_decodes(num_decodes, step.num_drafts) / sum(decodes.values())
+        for payer, count in decodes.items():
+            prices[payer] += decodes_s * count
     if prompts:
         total = sum(prompts.values())
         token_s = times.price_of_prompts(total) / total
-        for share, count in prompts.items():
-            prices[share] += token_s * count
+        for payer, count in prompts.items():
+            prices[payer] += token_s * count
     return prices
 
 
@@ -63,4 +71,23 @@ def price_alone(times: StepTimes, running: Iterable[Sequence], room: int) -> flo
 
 def charge(step: PlannedStep, times: StepTimes) -> dict[Share, float]:
     """Return what a step costs each holder."""
-    return price_of(times, zip(step.sequences, step.rows, strict=True), step.num_drafts)
+    return price_of(times, step, share_of)
+
+
+class Metering(EqualSteps):
+    """Divides the time of steps among the meters of their requests: decodes cost alike, and other
+    rows their prices."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self, times: StepTimes) -> None:
+        super().__init__()
+        self._times = times
+
+    def charge(self, step: PlannedStep, seconds: float) -> None:
+        """Divide a step's seconds, or note them until `settle`."""
+        if step.num_tokens == len(step.rows):
+            self.add(step.sequences, seconds)
+        else:
+            prices = price_of(self._times, step, meter_of)
+            divide(seconds, prices, tuple(prices.values()))

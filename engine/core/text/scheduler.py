@@ -29,7 +29,7 @@ from engine.core.text.lifecycle import State
 from engine.core.text.outlook import Outlook
 from engine.core.text.plan import StepPlan, StepResult
 from engine.core.text.planned_step import PlannedStep
-from engine.core.text.prices import charge
+from engine.core.text.prices import Metering, charge
 from engine.core.text.recovery import Recovery
 from engine.core.text.sequence import LiveText, Sequence
 from engine.core.text.shared_steps import SharedStepBuilder
@@ -72,7 +72,8 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._times = StepTimes(config)
         self._intake = Intake(self._ledger, self._times)
-        self._endings = Endings(self._ledger, self._events)
+        self._metering = Metering(self._times)
+        self._endings = Endings(self._ledger, self._events, self._metering)
         self._drafts = Drafts(self._ledger, self._times)
         self._committer = Committer(
             self._ledger, self._endings, self._drafts, self._events, self._counters
@@ -218,7 +219,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         if self._ledger.parked.guests:
             self._guests.note_step(step.sequences, now)
         draft_s, seconds = result.timings.draft_s, now - step.started_at
-        num_tokens = step.plan.num_tokens - step.num_drafts
+        num_tokens = step.num_tokens - step.num_drafts
         self._rate.note(num_tokens, seconds)
         self._drafts.note_step(step, draft_s)
         self._times.note(step, num_tokens, seconds - draft_s)

@@ -50,6 +50,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
     """An Embed, a Rerank or a Classify request's life on the Trio thread."""
 
     how_far = "after {0._num_done} of {0.num_inputs} inputs"
+    result_types = (Embedding, Score)
 
     def __init__(self, request: EncodeRequests, options: StreamOptions[EncodeEvent]) -> None:
         self.operation, self.num_inputs = request.operation, request.num_inputs
@@ -100,7 +101,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
         if isinstance(self.request, EmbedRequest):
             precision = self.request.precision or "float32"
             vector = Embedding(event.index, values, event.tokens, precision, indices, rows)
-            self._reader.push(vector)
+            self._hand_over(vector)
             return
         if isinstance(self.request, ClassifyRequest):
             assert indices is not None, "a classifier's result has labels"
@@ -110,10 +111,14 @@ class EncodeStream(RequestStream[EncodeEvent]):
             return
         score = Score(event.index, values[0])
         if self._top_n is None:
-            self._reader.push(score)
+            self._hand_over(score)
         elif not self.is_closed:
             self._scores.append(score)
             self.release(1)
+
+    def _hand_over(self, result: Embedding | Score) -> None:
+        self.num_made += 1
+        self._reader.push(result)
 
     def _admit(self, event: Admitted) -> None:
         if not self._is_begun:
@@ -123,7 +128,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
     def _finish(self, event: Finished) -> None:
         best = sorted(self._scores, key=lambda score: (-score.score, score.index))
         for score in best[: self._top_n]:
-            self._reader.push(score)
+            self._hand_over(score)
         self._scores.clear()
         self._reader.push(replace(event, request_id=RequestId(self.request_id)))
         self.close(None)

@@ -50,6 +50,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
 
     operation = "generate_content"
     how_far = "after {0.tokens_done} steps"
+    result_types = (GeneratedImage,)
 
     def __init__(self, request: DrawRequest, options: StreamOptions[ImageGenerationEvent]) -> None:
         # Started and Finished hold no message slot.
@@ -169,6 +170,7 @@ class ImageGenerationStream(RequestStream[ImageGenerationEvent]):
             made = Progress(event.step, event.steps, data or None)
         if not self.is_closed:
             self._waiting.popleft()
+            self.num_made += isinstance(made, GeneratedImage)
             self._reader.push(made)
             if not self._waiting:
                 self._count_stall()

@@ -13,6 +13,7 @@ from engine.core.common.types import RequestId
 from engine.core.text.types import ClientCame, ClientLeft, Replayed, Tokens
 from engine.errors import InvalidRequest
 from engine.requests.quota import QuotaCount
+from engine.requests.readers import IN_PEACE
 from engine.requests.stream import RequestStream, server_deadline
 from engine.requests.text.answers.choice_parser import ChoiceParser
 from engine.requests.text.kept_events import KeptEvents
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from engine.core.common.events import Admitted, Finished, OutputEvent
     from engine.core.common.prompts import PromptProgress
     from engine.core.text.types import TokenLogprob
-    from engine.requests.readers import Reader
+    from engine.requests.readers import Leaving, Reader
     from engine.requests.stream import StreamOptions
     from engine.requests.text.kept_events import ReceivedChoice
     from engine.requests.text.prepare import PreparedText
@@ -43,6 +44,8 @@ class TextStream(RequestStream[StreamEvent]):
     """
 
     request: GenerateRequest
+    makes_tokens = True
+    result_types = (Tokens,)
 
     def __init__(self, request: GenerateRequest, options: StreamOptions[StreamEvent]) -> None:
         self._is_large = request.num_bytes > KEPT_BYTES
@@ -93,7 +96,7 @@ class TextStream(RequestStream[StreamEvent]):
             return 0
         return self._kept.num_bytes + self.request.num_bytes + self._prompt_bytes
 
-    def leave(self, reader: Reader[StreamEvent], left_at: float, *, is_lost: bool = False) -> None:
+    def leave(self, reader: Reader[StreamEvent], left_at: float, gone: Leaving = IN_PEACE) -> None:
         """Note that ``reader``'s client has gone. The stream waits for the client if it lost its
         connection and may come back; otherwise the request ends."""
         kept = self._kept
@@ -101,10 +104,11 @@ class TextStream(RequestStream[StreamEvent]):
             if not kept.is_read_by(reader):
                 return  # the client has attached by another call
             kept.detach()
-            if is_lost and self._on_loss(self):
+            if gone.is_lost and self._on_loss(self):
+                self.bill.pass_on(self, gone.num_unread, gone.num_bytes)
                 return
             self._on_leave(self)
-        super().leave(reader, left_at, is_lost=is_lost)
+        super().leave(reader, left_at, gone)
 
     def has_dropped(self, received: Sequence[ReceivedChoice]) -> bool:
         """Return whether the client lacks events that are not kept any more."""
@@ -185,6 +189,7 @@ class TextStream(RequestStream[StreamEvent]):
         """Keep the echo, and make the answers' parsers. The echo is sent in one message with a
         choice's first token, so that a client without a token of a choice has none of the echo."""
         self._echo, self.dropped = prepared.echo, prepared.dropped
+        self.bill.images = len(prepared.request.images)
         chat = self.request.chat
         if prepared.form is not None:
             names = [f"{self.core_id}/{choice}" for choice in range(self._num_choices)]
@@ -216,7 +221,7 @@ class TextStream(RequestStream[StreamEvent]):
                 super().push(event)
             return
         self.phase = Phase.DECODE
-        self.tokens_done += len(event.token_ids)
+        self.num_made = self.tokens_done = self.tokens_done + len(event.token_ids)
         if self._first_result_at is None:
             self._note_result(self.phase, self.tokens_done)
         if not self._is_begun:

@@ -23,60 +23,69 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from grpc_service._generated.triolet.v1 import common_pb2 as triolet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triolet/v1/control.proto\x12\ntriolet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17triolet/v1/common.proto\"\x11\n\x0fGetStatsRequest\"\x13\n\x11WatchStatsRequest\"b\n\x10GetStatsResponse\x12\"\n\x06totals\x18\x01 \x01(\x0b\x32\x12.triolet.v1.Totals\x12*\n\x08replicas\x18\x02 \x03(\x0b\x32\x18.triolet.v1.ReplicaStats\"\x89\x01\n\rRequestsTotal\x12\x10\n\x08\x66inished\x18\x01 \x01(\x04\x12\x11\n\tcancelled\x18\x02 \x01(\x04\x12\x10\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x62orted\x18\x04 \x01(\x04\x12\x0f\n\x07stalled\x18\x05 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\"\x9b\x04\n\x06Totals\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0e\n\x06parked\x18\x03 \x01(\r\x12\x0e\n\x06\x65nding\x18\x04 \x01(\r\x12\x14\n\x0cunread_calls\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x16\n\x0eprefix_queries\x18\t \x01(\x04\x12\x13\n\x0bprefix_hits\x18\n \x01(\x04\x12\x12\n\nstep_count\x18\x0b \x01(\x04\x12\x17\n\x0fstep_rows_total\x18\x0c \x01(\x04\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x1b\n\x13prompt_tokens_total\x18\x0e \x01(\x04\x12\x1f\n\x17\x63ompletion_tokens_total\x18\x0f \x01(\x04\x12\x31\n\x0erequests_total\x18\x10 \x01(\x0b\x32\x19.triolet.v1.RequestsTotal\x12\x17\n\x0fmemory_reserved\x18\x11 \x01(\x04\x12\x14\n\x0cmemory_limit\x18\x12 \x01(\x04\x12\x14\n\x0cpeak_waiting\x18\x13 \x01(\r\x12\x10\n\x08\x64\x65tached\x18\x14 \x01(\r\x12\x13\n\x0b\x66ree_states\x18\x15 \x01(\r\x12\x14\n\x0ctotal_states\x18\x16 \x01(\r\x12\x15\n\rcached_states\x18\x17 \x01(\r\"\xfe\x04\n\x0cReplicaStats\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0e\n\x06parked\x18\x03 \x01(\r\x12\x0e\n\x06\x65nding\x18\x04 \x01(\r\x12\x14\n\x0cunread_calls\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x16\n\x0eprefix_queries\x18\t \x01(\x04\x12\x13\n\x0bprefix_hits\x18\n \x01(\x04\x12\x12\n\nstep_count\x18\x0b \x01(\x04\x12\x17\n\x0fstep_rows_total\x18\x0c \x01(\x04\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x1b\n\x13prompt_tokens_total\x18\x0e \x01(\x04\x12\x1f\n\x17\x63ompletion_tokens_total\x18\x0f \x01(\x04\x12\x31\n\x0erequests_total\x18\x10 \x01(\x0b\x32\x19.triolet.v1.RequestsTotal\x12\x17\n\x0fmemory_reserved\x18\x11 \x01(\x04\x12\x14\n\x0cmemory_limit\x18\x12 \x01(\x04\x12\r\n\x05model\x18\x13 \x01(\t\x12\x0f\n\x07replica\x18\x14 \x01(\r\x12\'\n\x05state\x18\x15 \x01(\x0e\x32\x18.triolet.v1.ReplicaState\x12$\n\x05pause\x18\x16 \x01(\x0e\x32\x15.triolet.v1.PauseMode\x12\x14\n\x0cpeak_waiting\x18\x17 \x01(\r\x12\x13\n\x0b\x66ree_states\x18\x18 \x01(\r\x12\x14\n\x0ctotal_states\x18\x19 \x01(\r\x12\x15\n\rcached_states\x18\x1a \x01(\r\"B\n\x0cPauseRequest\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.triolet.v1.PauseMode\x12\r\n\x05model\x18\x02 \x01(\t\"\x0f\n\rPauseResponse\"\x1e\n\rResumeRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x10\n\x0eResumeResponse\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"9\n\rAbortResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.triolet.v1.AbortResult\"L\n\x0b\x41\x62ortResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07outcome\x18\x02 \x01(\x0e\x32\x18.triolet.v1.AbortOutcome\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x1a\n\x18ResetPrefixCacheResponse\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa2\x02\n\x0f\x45xplainResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\x12\x10\n\x08position\x18\x03 \x01(\r\x12+\n\x08\x65stimate\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\x12)\n\x06parked\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64rafted_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\x12\'\n\x06\x64rafts\x18\n \x03(\x0b\x32\x17.triolet.v1.DraftCounts\"O\n\x0b\x44raftCounts\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x16\n\x0e\x64rafted_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03*\x87\x01\n\x0c\x41\x62ortOutcome\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x42ORT_OUTCOME_ABORTED\x10\x01\x12\x1f\n\x1b\x41\x42ORT_OUTCOME_ALREADY_ENDED\x10\x02\x12\x1c\n\x18\x41\x42ORT_OUTCOME_REMEMBERED\x10\x03\x32\xbb\x04\n\x07\x43ontrol\x12\x45\n\x08GetStats\x12\x1b.triolet.v1.GetStatsRequest\x1a\x1c.triolet.v1.GetStatsResponse\x12K\n\nWatchStats\x12\x1d.triolet.v1.WatchStatsRequest\x1a\x1c.triolet.v1.GetStatsResponse0\x01\x12<\n\x05Pause\x12\x18.triolet.v1.PauseRequest\x1a\x19.triolet.v1.PauseResponse\x12?\n\x06Resume\x12\x19.triolet.v1.ResumeRequest\x1a\x1a.triolet.v1.ResumeResponse\x12<\n\x05\x41\x62ort\x12\x18.triolet.v1.AbortRequest\x1a\x19.triolet.v1.AbortResponse\x12<\n\x05\x44rain\x12\x18.triolet.v1.DrainRequest\x1a\x19.triolet.v1.DrainResponse\x12]\n\x10ResetPrefixCache\x12#.triolet.v1.ResetPrefixCacheRequest\x1a$.triolet.v1.ResetPrefixCacheResponse\x12\x42\n\x07\x45xplain\x12\x1a.triolet.v1.ExplainRequest\x1a\x1b.triolet.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triolet/v1/control.proto\x12\ntriolet.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17triolet/v1/common.proto\"\x11\n\x0fGetStatsRequest\"\x13\n\x11WatchStatsRequest\"b\n\x10GetStatsResponse\x12\"\n\x06totals\x18\x01 \x01(\x0b\x32\x12.triolet.v1.Totals\x12*\n\x08replicas\x18\x02 \x03(\x0b\x32\x18.triolet.v1.ReplicaStats\"\x89\x01\n\rRequestsTotal\x12\x10\n\x08\x66inished\x18\x01 \x01(\x04\x12\x11\n\tcancelled\x18\x02 \x01(\x04\x12\x10\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x62orted\x18\x04 \x01(\x04\x12\x0f\n\x07stalled\x18\x05 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\"\x9b\x04\n\x06Totals\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0e\n\x06parked\x18\x03 \x01(\r\x12\x0e\n\x06\x65nding\x18\x04 \x01(\r\x12\x14\n\x0cunread_calls\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x16\n\x0eprefix_queries\x18\t \x01(\x04\x12\x13\n\x0bprefix_hits\x18\n \x01(\x04\x12\x12\n\nstep_count\x18\x0b \x01(\x04\x12\x17\n\x0fstep_rows_total\x18\x0c \x01(\x04\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x1b\n\x13prompt_tokens_total\x18\x0e \x01(\x04\x12\x1f\n\x17\x63ompletion_tokens_total\x18\x0f \x01(\x04\x12\x31\n\x0erequests_total\x18\x10 \x01(\x0b\x32\x19.triolet.v1.RequestsTotal\x12\x17\n\x0fmemory_reserved\x18\x11 \x01(\x04\x12\x14\n\x0cmemory_limit\x18\x12 \x01(\x04\x12\x14\n\x0cpeak_waiting\x18\x13 \x01(\r\x12\x10\n\x08\x64\x65tached\x18\x14 \x01(\r\x12\x13\n\x0b\x66ree_states\x18\x15 \x01(\r\x12\x14\n\x0ctotal_states\x18\x16 \x01(\r\x12\x15\n\rcached_states\x18\x17 \x01(\r\"\xfe\x04\n\x0cReplicaStats\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0e\n\x06parked\x18\x03 \x01(\r\x12\x0e\n\x06\x65nding\x18\x04 \x01(\r\x12\x14\n\x0cunread_calls\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rcached_blocks\x18\x08 \x01(\r\x12\x16\n\x0eprefix_queries\x18\t \x01(\x04\x12\x13\n\x0bprefix_hits\x18\n \x01(\x04\x12\x12\n\nstep_count\x18\x0b \x01(\x04\x12\x17\n\x0fstep_rows_total\x18\x0c \x01(\x04\x12\x13\n\x0bpreemptions\x18\r \x01(\x04\x12\x1b\n\x13prompt_tokens_total\x18\x0e \x01(\x04\x12\x1f\n\x17\x63ompletion_tokens_total\x18\x0f \x01(\x04\x12\x31\n\x0erequests_total\x18\x10 \x01(\x0b\x32\x19.triolet.v1.RequestsTotal\x12\x17\n\x0fmemory_reserved\x18\x11 \x01(\x04\x12\x14\n\x0cmemory_limit\x18\x12 \x01(\x04\x12\r\n\x05model\x18\x13 \x01(\t\x12\x0f\n\x07replica\x18\x14 \x01(\r\x12\'\n\x05state\x18\x15 \x01(\x0e\x32\x18.triolet.v1.ReplicaState\x12$\n\x05pause\x18\x16 \x01(\x0e\x32\x15.triolet.v1.PauseMode\x12\x14\n\x0cpeak_waiting\x18\x17 \x01(\r\x12\x13\n\x0b\x66ree_states\x18\x18 \x01(\r\x12\x14\n\x0ctotal_states\x18\x19 \x01(\r\x12\x15\n\rcached_states\x18\x1a \x01(\r\"B\n\x0cPauseRequest\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.triolet.v1.PauseMode\x12\r\n\x05model\x18\x02 \x01(\t\"\x0f\n\rPauseResponse\"\x1e\n\rResumeRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x10\n\x0eResumeResponse\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"9\n\rAbortResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.triolet.v1.AbortResult\"L\n\x0b\x41\x62ortResult\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07outcome\x18\x02 \x01(\x0e\x32\x18.triolet.v1.AbortOutcome\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x1a\n\x18ResetPrefixCacheResponse\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa2\x02\n\x0f\x45xplainResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0bwaiting_for\x18\x02 \x01(\t\x12\x10\n\x08position\x18\x03 \x01(\r\x12+\n\x08\x65stimate\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\x12)\n\x06parked\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0e\x64rafted_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\t \x01(\r\x12\'\n\x06\x64rafts\x18\n \x03(\x0b\x32\x17.triolet.v1.DraftCounts\"O\n\x0b\x44raftCounts\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x16\n\x0e\x64rafted_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\"k\n\x0fGetUsageRequest\x12\x13\n\x06holder\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x05since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\t\n\x07_holder\"b\n\x10GetUsageResponse\x12)\n\x05since\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12#\n\x04sums\x18\x02 \x03(\x0b\x32\x15.triolet.v1.UsageSums\"x\n\tUsageSums\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x11\n\tsucceeded\x18\x04 \x01(\x04\x12\'\n\x05usage\x18\x05 \x01(\x0b\x32\x18.triolet.v1.RequestUsage\"\xbf\x02\n\x0cRequestUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x04\x12\x0f\n\x07results\x18\x04 \x01(\x04\x12\x13\n\x0bundelivered\x18\x05 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x06 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x07 \x01(\x04\x12\x18\n\x10reasoning_tokens\x18\x08 \x01(\x04\x12\x0e\n\x06images\x18\t \x01(\x04\x12(\n\x05queue\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04step\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nsent_bytes\x18\x0c \x01(\x04*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03*\x87\x01\n\x0c\x41\x62ortOutcome\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x42ORT_OUTCOME_ABORTED\x10\x01\x12\x1f\n\x1b\x41\x42ORT_OUTCOME_ALREADY_ENDED\x10\x02\x12\x1c\n\x18\x41\x42ORT_OUTCOME_REMEMBERED\x10\x03\x32\x82\x05\n\x07\x43ontrol\x12\x45\n\x08GetStats\x12\x1b.triolet.v1.GetStatsRequest\x1a\x1c.triolet.v1.GetStatsResponse\x12K\n\nWatchStats\x12\x1d.triolet.v1.WatchStatsRequest\x1a\x1c.triolet.v1.GetStatsResponse0\x01\x12<\n\x05Pause\x12\x18.triolet.v1.PauseRequest\x1a\x19.triolet.v1.PauseResponse\x12?\n\x06Resume\x12\x19.triolet.v1.ResumeRequest\x1a\x1a.triolet.v1.ResumeResponse\x12<\n\x05\x41\x62ort\x12\x18.triolet.v1.AbortRequest\x1a\x19.triolet.v1.AbortResponse\x12<\n\x05\x44rain\x12\x18.triolet.v1.DrainRequest\x1a\x19.triolet.v1.DrainResponse\x12]\n\x10ResetPrefixCache\x12#.triolet.v1.ResetPrefixCacheRequest\x1a$.triolet.v1.ResetPrefixCacheResponse\x12\x42\n\x07\x45xplain\x12\x1a.triolet.v1.ExplainRequest\x1a\x1b.triolet.v1.ExplainResponse\x12\x45\n\x08GetUsage\x12\x1b.triolet.v1.GetUsageRequest\x1a\x1c.triolet.v1.GetUsageResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'grpc_service._generated.triolet.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAUSEMODE']._serialized_start=2428
-  _globals['_PAUSEMODE']._serialized_end=2531
-  _globals['_ABORTOUTCOME']._serialized_start=2534
-  _globals['_ABORTOUTCOME']._serialized_end=2669
-  _globals['_GETSTATSREQUEST']._serialized_start=97
-  _globals['_GETSTATSREQUEST']._serialized_end=114
-  _globals['_WATCHSTATSREQUEST']._serialized_start=116
-  _globals['_WATCHSTATSREQUEST']._serialized_end=135
-  _globals['_GETSTATSRESPONSE']._serialized_start=137
-  _globals['_GETSTATSRESPONSE']._serialized_end=235
-  _globals['_REQUESTSTOTAL']._serialized_start=238
-  _globals['_REQUESTSTOTAL']._serialized_end=375
-  _globals['_TOTALS']._serialized_start=378
-  _globals['_TOTALS']._serialized_end=917
-  _globals['_REPLICASTATS']._serialized_start=920
-  _globals['_REPLICASTATS']._serialized_end=1558
-  _globals['_PAUSEREQUEST']._serialized_start=1560
-  _globals['_PAUSEREQUEST']._serialized_end=1626
-  _globals['_PAUSERESPONSE']._serialized_start=1628
-  _globals['_PAUSERESPONSE']._serialized_end=1643
-  _globals['_RESUMEREQUEST']._serialized_start=1645
-  _globals['_RESUMEREQUEST']._serialized_end=1675
-  _globals['_RESUMERESPONSE']._serialized_start=1677
-  _globals['_RESUMERESPONSE']._serialized_end=1693
-  _globals['_ABORTREQUEST']._serialized_start=1695
-  _globals['_ABORTREQUEST']._serialized_end=1730
-  _globals['_ABORTRESPONSE']._serialized_start=1732
-  _globals['_ABORTRESPONSE']._serialized_end=1789
-  _globals['_ABORTRESULT']._serialized_start=1791
-  _globals['_ABORTRESULT']._serialized_end=1867
-  _globals['_DRAINREQUEST']._serialized_start=1869
-  _globals['_DRAINREQUEST']._serialized_end=1927
-  _globals['_DRAINRESPONSE']._serialized_start=1929
-  _globals['_DRAINRESPONSE']._serialized_end=1944
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1946
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1986
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1988
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2014
-  _globals['_EXPLAINREQUEST']._serialized_start=2016
-  _globals['_EXPLAINREQUEST']._serialized_end=2052
-  _globals['_EXPLAINRESPONSE']._serialized_start=2055
-  _globals['_EXPLAINRESPONSE']._serialized_end=2345
-  _globals['_DRAFTCOUNTS']._serialized_start=2347
-  _globals['_DRAFTCOUNTS']._serialized_end=2426
-  _globals['_CONTROL']._serialized_start=2672
-  _globals['_CONTROL']._serialized_end=3243
+  _globals['_PAUSEMODE']._serialized_start=3114
+  _globals['_PAUSEMODE']._serialized_end=3217
+  _globals['_ABORTOUTCOME']._serialized_start=3220
+  _globals['_ABORTOUTCOME']._serialized_end=3355
+  _globals['_GETSTATSREQUEST']._serialized_start=130
+  _globals['_GETSTATSREQUEST']._serialized_end=147
+  _globals['_WATCHSTATSREQUEST']._serialized_start=149
+  _globals['_WATCHSTATSREQUEST']._serialized_end=168
+  _globals['_GETSTATSRESPONSE']._serialized_start=170
+  _globals['_GETSTATSRESPONSE']._serialized_end=268
+  _globals['_REQUESTSTOTAL']._serialized_start=271
+  _globals['_REQUESTSTOTAL']._serialized_end=408
+  _globals['_TOTALS']._serialized_start=411
+  _globals['_TOTALS']._serialized_end=950
+  _globals['_REPLICASTATS']._serialized_start=953
+  _globals['_REPLICASTATS']._serialized_end=1591
+  _globals['_PAUSEREQUEST']._serialized_start=1593
+  _globals['_PAUSEREQUEST']._serialized_end=1659
+  _globals['_PAUSERESPONSE']._serialized_start=1661
+  _globals['_PAUSERESPONSE']._serialized_end=1676
+  _globals['_RESUMEREQUEST']._serialized_start=1678
+  _globals['_RESUMEREQUEST']._serialized_end=1708
+  _globals['_RESUMERESPONSE']._serialized_start=1710
+  _globals['_RESUMERESPONSE']._serialized_end=1726
+  _globals['_ABORTREQUEST']._serialized_start=1728
+  _globals['_ABORTREQUEST']._serialized_end=1763
+  _globals['_ABORTRESPONSE']._serialized_start=1765
+  _globals['_ABORTRESPONSE']._serialized_end=1822
+  _globals['_ABORTRESULT']._serialized_start=1824
+  _globals['_ABORTRESULT']._serialized_end=1900
+  _globals['_DRAINREQUEST']._serialized_start=1902
+  _globals['_DRAINREQUEST']._serialized_end=1960
+  _globals['_DRAINRESPONSE']._serialized_start=1962
+  _globals['_DRAINRESPONSE']._serialized_end=1977
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1979
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2019
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2021
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2047
+  _globals['_EXPLAINREQUEST']._serialized_start=2049
+  _globals['_EXPLAINREQUEST']._serialized_end=2085
+  _globals['_EXPLAINRESPONSE']._serialized_start=2088
+  _globals['_EXPLAINRESPONSE']._serialized_end=2378
+  _globals['_DRAFTCOUNTS']._serialized_start=2380
+  _globals['_DRAFTCOUNTS']._serialized_end=2459
+  _globals['_GETUSAGEREQUEST']._serialized_start=2461
+  _globals['_GETUSAGEREQUEST']._serialized_end=2568
+  _globals['_GETUSAGERESPONSE']._serialized_start=2570
+  _globals['_GETUSAGERESPONSE']._serialized_end=2668
+  _globals['_USAGESUMS']._serialized_start=2670
+  _globals['_USAGESUMS']._serialized_end=2790
+  _globals['_REQUESTUSAGE']._serialized_start=2793
+  _globals['_REQUESTUSAGE']._serialized_end=3112
+  _globals['_CONTROL']._serialized_start=3358
+  _globals['_CONTROL']._serialized_end=4000
 # @@protoc_insertion_point(module_scope)

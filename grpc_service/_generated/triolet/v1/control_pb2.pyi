@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from grpc_service._generated.triolet.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -274,3 +275,63 @@ class DraftCounts(_message.Message):
     drafted_tokens: int
     accepted_tokens: int
     def __init__(self, drafter: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+
+class GetUsageRequest(_message.Message):
+    __slots__ = ("holder", "model", "since")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    model: str
+    since: _timestamp_pb2.Timestamp
+    def __init__(self, holder: _Optional[str] = ..., model: _Optional[str] = ..., since: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("since", "sums")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    since: _timestamp_pb2.Timestamp
+    sums: _containers.RepeatedCompositeFieldContainer[UsageSums]
+    def __init__(self, since: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., sums: _Optional[_Iterable[_Union[UsageSums, _Mapping]]] = ...) -> None: ...
+
+class UsageSums(_message.Message):
+    __slots__ = ("holder", "model", "requests", "succeeded", "usage")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SUCCEEDED_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    model: str
+    requests: int
+    succeeded: int
+    usage: RequestUsage
+    def __init__(self, holder: _Optional[str] = ..., model: _Optional[str] = ..., requests: _Optional[int] = ..., succeeded: _Optional[int] = ..., usage: _Optional[_Union[RequestUsage, _Mapping]] = ...) -> None: ...
+
+class RequestUsage(_message.Message):
+    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "results", "undelivered", "drafted_tokens", "accepted_tokens", "reasoning_tokens", "images", "queue", "step", "sent_bytes")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    UNDELIVERED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    results: int
+    undelivered: int
+    drafted_tokens: int
+    accepted_tokens: int
+    reasoning_tokens: int
+    images: int
+    queue: _duration_pb2.Duration
+    step: _duration_pb2.Duration
+    sent_bytes: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., results: _Optional[int] = ..., undelivered: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., images: _Optional[int] = ..., queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., sent_bytes: _Optional[int] = ...) -> None: ...

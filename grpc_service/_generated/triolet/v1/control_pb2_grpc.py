@@ -28,8 +28,8 @@ if _version_not_supported:
 class ControlStub:
     """Gives operators figures, and control over requests that were accepted. Operators are clients with
     an operator's key and clients on a Unix socket; clients on loopback are, too, unless the server has
-    a key file. Other clients with a key or a certificate may call Abort and Explain for their own
-    requests; somebody else's request is NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
+    a key file. Other clients with a key or a certificate may call Abort, Explain and GetUsage for
+    their own requests; somebody else's are NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
     theirs end with PERMISSION_DENIED, or with UNAUTHENTICATED if the client is on loopback or has a
     wrong key. No call of this service shows prompts or completions.
     """
@@ -80,13 +80,18 @@ class ControlStub:
                 request_serializer=triolet_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=triolet_dot_v1_dot_control__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/triolet.v1.Control/GetUsage',
+                request_serializer=triolet_dot_v1_dot_control__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_control__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
     """Gives operators figures, and control over requests that were accepted. Operators are clients with
     an operator's key and clients on a Unix socket; clients on loopback are, too, unless the server has
-    a key file. Other clients with a key or a certificate may call Abort and Explain for their own
-    requests; somebody else's request is NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
+    a key file. Other clients with a key or a certificate may call Abort, Explain and GetUsage for
+    their own requests; somebody else's are NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
     theirs end with PERMISSION_DENIED, or with UNAUTHENTICATED if the client is on loopback or has a
     wrong key. No call of this service shows prompts or completions.
     """
@@ -161,6 +166,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """Says what requests that have ended have used, added up by holder and model. For a client that is
+        no operator, these are its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -204,6 +217,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=triolet_dot_v1_dot_control__pb2.ExplainRequest.FromString,
                     response_serializer=triolet_dot_v1_dot_control__pb2.ExplainResponse.SerializeToString,
             ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=triolet_dot_v1_dot_control__pb2.GetUsageRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_control__pb2.GetUsageResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'triolet.v1.Control', rpc_method_handlers)
@@ -215,8 +233,8 @@ def add_ControlServicer_to_server(servicer, server):
 class Control:
     """Gives operators figures, and control over requests that were accepted. Operators are clients with
     an operator's key and clients on a Unix socket; clients on loopback are, too, unless the server has
-    a key file. Other clients with a key or a certificate may call Abort and Explain for their own
-    requests; somebody else's request is NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
+    a key file. Other clients with a key or a certificate may call Abort, Explain and GetUsage for
+    their own requests; somebody else's are NOT_FOUND (REQUEST_NOT_FOUND) to them. All other calls of
     theirs end with PERMISSION_DENIED, or with UNAUTHENTICATED if the client is on loopback or has a
     wrong key. No call of this service shows prompts or completions.
     """
@@ -427,6 +445,33 @@ class Control:
             '/triolet.v1.Control/Explain',
             triolet_dot_v1_dot_control__pb2.ExplainRequest.SerializeToString,
             triolet_dot_v1_dot_control__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triolet.v1.Control/GetUsage',
+            triolet_dot_v1_dot_control__pb2.GetUsageRequest.SerializeToString,
+            triolet_dot_v1_dot_control__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,
