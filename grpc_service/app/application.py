@@ -48,6 +48,7 @@ from grpc_service.app.startup import awaited, reasons_held_back, show_loading, s
 from grpc_service.app.statistics import log_statistics
 from grpc_service.app.tls import certificate_warnings, server_context
 from grpc_service.app.tracing import open_tracing
+from grpc_service.app.usage_log import keeping_usage_log
 from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.server import RpcServer
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from grpc_service.access.keys import KeyRing
     from grpc_service.app.server_config import ServerConfig
     from grpc_service.app.startup import HeldBack
+    from grpc_service.app.usage_log import UsageLog
     from grpc_service.rpc.methods import Method
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class _Ending:
     server: RpcServer | None = None  # None before it listens
     gateways: GatewayPorts | None = None  # None before it listens
     openai: OpenAIPort | None = None  # None before it listens
+    usage_log: UsageLog | None = None
     is_serving: bool = False
     was_ready: bool = False
     first: trio.Event = field(default_factory=trio.Event)
@@ -181,7 +184,8 @@ async def serve(
     keys = open_keys(server_config)
     ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process), keys)
     with trio.open_signal_receiver(*SIGNALS) as signals:
-        async with trio.open_nursery() as nursery:
+        async with keeping_usage_log(server_config) as usage_log, trio.open_nursery() as nursery:
+            ending.usage_log = usage_log
             nursery.start_soon(ending.watch, signals)  # signals count also while the engine ends
             await _serve(
                 engine_config,
@@ -232,6 +236,8 @@ async def _serve(
             watchdog=ending.watchdog,
             batch=flusher,
         ) as engine:
+            if ending.usage_log is not None:
+                engine.usage.listeners.append(ending.usage_log.add)
             ending.backend = backend = Backend(engine, UnreadCalls(time.monotonic))
             on_change()
             async with _serving_calls(server_config, backend, flusher, ending, health) as port:

@@ -78,6 +78,18 @@ class ServerConfig:
     log_format: str = setting(
         LOG_FORMATS[0], "human, json, or auto: human on a terminal", choices=LOG_FORMATS
     )
+    usage_log: str = setting(
+        "",
+        "file to which a line of JSON is appended for each request that has ended: what it used, "
+        "and for whom",
+        unit="FILE",
+    )
+    usage_log_bytes: int = setting(
+        64 * 2**20,
+        "size at which that file is renamed, to FILE.1, FILE.2, …",
+        low=4096,
+        unit="BYTES",
+    )
     adapter_root: str = setting(
         "",
         "directory below which clients may have adapters loaded (LoadAdapter)",
@@ -132,7 +144,8 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "adapter_root", os.path.expanduser(self.adapter_root))
+        for name in ("adapter_root", "usage_log"):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         check(self)
         if self.uds:
             if len(self.uds.encode()) > UNIX_PATH_BYTES_MAX:
