@@ -3,8 +3,8 @@
 Rule 1: `METRICS` has every name. A name is vLLM's if vLLM has the same metric; the prefix is ours.
 Rule 2: nothing is counted here. A scrape takes one consistent copy of the engine's counters, which
 costs the engine a few hundred microseconds per scrape and nothing in between. Rule 3: labels are
-models, replicas, phases, ends, RPCs and status codes; there are few of each. Rule 4: every scraper
-gets the plain text format. In OpenMetrics, and in escaped text, prometheus_client drops the
+models, replicas, phases, ends, holders, RPCs and status codes; there are few of each. Rule 4: every
+scraper gets the plain text format. In OpenMetrics, and in escaped text, prometheus_client drops the
 colon of a name in its samples and keeps it in its TYPE (prometheus/client_python#1177).
 """
 
@@ -22,10 +22,11 @@ from engine.replica.threads import WorkerThreads
 from grpc_service.app import gen_ai
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 
     from engine.core.common.types import DraftCounts
     from engine.replica.telemetry import Distribution, EngineTelemetry, ReplicaSnapshot
+    from engine.requests.usage import UsageSums
     from engine.status import Counts
     from grpc_service.access.interceptor import Interceptor
     from grpc_service.app.gen_ai import GenAiMetrics
@@ -35,6 +36,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFIX = "triolet:"
+UNNAMED = "(unnamed)"  # clients without a key or a certificate
+KINDS_OF_TOKENS = {  # of a holder, by the field of `UsageSums`
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "completion_tokens": "completion",
+    "undelivered": "undelivered",
+}
 SCRAPE_TIMEOUT_S = 5.0  # the end waits so long for a scrape. Guess: half of Prometheus' limit
 REPLICA = ("model_name", "replica")
 _scrapes = trio.CapacityLimiter(1)  # over the port of OpenAI's API
@@ -159,6 +167,16 @@ DRAINING = _gauge("drain_remaining_requests", "requests that a drain waits for",
 MEMORY = _gauge("memory_reserved_bytes", "memory reserved for models", ())
 MEMORY_LIMIT = _gauge("memory_limit_bytes", "memory that may be reserved", ())
 RPCS = _counter("rpcs_total", "RPCs that ended", ("method", "code"))
+BY_HOLDER = ("holder",)
+HOLDER_REQUESTS = _counter("holder_requests_total", "requests of a holder that ended", BY_HOLDER)
+HOLDER_TOKENS = _counter(
+    "holder_tokens_total",
+    "tokens of a holder's requests: prompt, cached (a part of those), completion, undelivered",
+    (*BY_HOLDER, "kind"),
+)
+HOLDER_STEPS = _counter(
+    "holder_step_seconds_total", "a holder's part of the time of steps", BY_HOLDER
+)
 
 # OpenTelemetry's metrics of calls, whose names have no prefix.
 OF_GEN_AI = {
@@ -201,6 +219,17 @@ def samples_of(
     yield MEMORY_LIMIT, (), totals.memory_limit
     for (method, code), count in calls:
         yield RPCS, (method, code), count
+
+
+def _of_holders(
+    shown: Mapping[str, UsageSums],
+) -> Iterator[tuple[Metric, tuple[str, ...], Any]]:
+    for holder, sums in shown.items():
+        labels = (holder or UNNAMED,)
+        yield HOLDER_REQUESTS, labels, sums.requests
+        yield HOLDER_STEPS, labels, sums.step_s
+        for field, kind in KINDS_OF_TOKENS.items():
+            yield HOLDER_TOKENS, (*labels, kind), getattr(sums, field)
 
 
 def _of_counts(
@@ -360,7 +389,8 @@ def _samples(
     of_gen_ai = [
         (OF_GEN_AI[metric], labels, value) for metric, labels, value in named.samples(models)
     ]
-    return [*samples_of(backend.telemetry(), interceptor.calls.items()), *of_gen_ai]
+    of_calls = samples_of(backend.telemetry(), interceptor.calls.items())
+    return [*of_calls, *_of_holders(backend.engine.usage.shown), *of_gen_ai]
 
 
 def _registry(ask: Callable[[], Iterable[tuple[Metric, tuple[str, ...], Any]]]) -> Any:

@@ -331,6 +331,7 @@ CAUSES = {
             *("request_prompt_tokens", "request_generation_tokens", "step_seconds", "step_rows"),
             *("step_gap_seconds", "loop_seconds_total"),
             *("request_success_total", "requests_total", "rpcs_total"),
+            *("holder_requests_total", "holder_tokens_total", "holder_step_seconds_total"),
         },
         {},
     ),
