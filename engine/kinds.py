@@ -9,7 +9,7 @@ and the supervisor use kinds only by two protocols, `engine.replica.replica.Repl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from engine.config import EncoderConfig, ImageGenerationConfig, SchedulerConfig
 from engine.core.encode.scheduler import EncodeScheduler
@@ -17,9 +17,10 @@ from engine.core.image_generation.scheduler import ImageGenerationScheduler
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Tokens
 from engine.requests.encode.classify_values import ClassifyRequest
+from engine.requests.encode.feed import EmbedFeed
 from engine.requests.encode.prepare import EncodeTools, InputPreparer
 from engine.requests.encode.stream import EncodeStream
-from engine.requests.encode.values import EmbedRequest, RerankRequest
+from engine.requests.encode.values import EmbedRequest, EmbedStreamRequest, RerankRequest
 from engine.requests.image_generation.prepare import ImageGenerationPreparer
 from engine.requests.image_generation.stream import ImageGenerationStream
 from engine.requests.image_generation.values import DrawRequest
@@ -33,6 +34,7 @@ from engine.status import Capability
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.replica.threads import Threads
+    from engine.requests.kind import Feeds
     from engine.requests.tasks import RequestTasks
     from engine.requests.tokenizing import Tokenizing
     from engine.worker.encode.interface import EncoderInfo, EncodeRunner
@@ -49,6 +51,7 @@ class TextKind:
     default_threads = 0
     token_event = Tokens
     make_stream = TextStream
+    feeds: ClassVar[Feeds] = {}
     make_preparer = TextPreparer
 
     def make_core(self, info: ModelInfo, config: EngineConfig, name: str) -> Scheduler:
@@ -83,6 +86,7 @@ class EncodeKind:
     default_threads = 1
     token_event = None
     make_stream = EncodeStream
+    feeds: ClassVar[Feeds] = {EmbedStreamRequest: EmbedFeed}
 
     def make_core(self, info: EncoderInfo, config: EngineConfig, name: str) -> EncodeScheduler:
         """Return the scheduler of one replica. ``name`` is not used."""
@@ -107,6 +111,7 @@ class ImageGenerationKind:
     default_threads = 0
     token_event = None
     make_stream = ImageGenerationStream
+    feeds: ClassVar[Feeds] = {}
 
     def make_core(
         self, info: ImageGenerationInfo, config: EngineConfig, name: str

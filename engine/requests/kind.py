@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from engine.requests.prepared import Assignment, Prepared
     from engine.requests.stream import RequestStream, StreamOptions
     from engine.requests.tasks import RequestTasks
     from engine.requests.tokenizing import Tokenizing
     from engine.status import Capability
+
+    Feeds = Mapping[type[Any], Callable[..., "RequestStream[Any]"]]
 
 
 class ClientRequest(Protocol):
@@ -65,6 +69,11 @@ class RequestKind(Protocol):
     @property
     def request_types(self) -> tuple[type[Any], ...]:
         """The classes of the requests that clients send, each a `ClientRequest`."""
+
+    @property
+    def feeds(self) -> Feeds:
+        """The classes of requests whose inputs run in other requests of this kind, each with the
+        class of its stream (`engine.requests.serving.FeedServing`)."""
 
     def make_stream(self, request: Any, options: StreamOptions[Any]) -> RequestStream[Any]:
         """Return the stream of a new request. A request that is out of range has a stream, too,

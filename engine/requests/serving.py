@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.pool.pool import Pool
     from engine.requests.kind import Preparer, RequestKind
     from engine.requests.progress import ProgressReports
-    from engine.requests.stream import RequestStream
+    from engine.requests.stream import RequestStream, StreamOptions
 
 log = logging.getLogger(__name__)
 
@@ -111,3 +111,28 @@ class Serving:
             prepared = await self.preparer.prepare(assignment)
             held.push(taken.pop_all())
             return prepared
+
+
+@dataclass(frozen=True, slots=True)
+class FeedServing:
+    """Serves requests whose inputs run in other requests. ``make`` makes their streams, which
+    ``submit`` those requests; it is `Supervisor.submit`."""
+
+    make: Callable[..., Any]
+    submit: Callable[..., RequestStream[Any]]
+    stall_timeout_s: float
+
+    @property
+    def kind(self) -> FeedServing:
+        """What makes the streams."""
+        return self
+
+    def make_stream(self, request: Any, options: StreamOptions[Any]) -> RequestStream[Any]:
+        """Return the stream of a new request."""
+        stream: RequestStream[Any] = self.make(request, options, self.submit, self.stall_timeout_s)
+        return stream
+
+    async def serve(self, stream: Any) -> None:
+        """Serve a stream's request until the stream is closed. Raises and cancellation as
+        `Serving.serve`."""
+        await stream.serve()

@@ -40,7 +40,7 @@ from engine.requests.end_counts import EndCounts
 from engine.requests.image_memory import ImageFiles
 from engine.requests.progress import ProgressReports
 from engine.requests.quota import NOWHERE, Origin
-from engine.requests.serving import Serving
+from engine.requests.serving import FeedServing, Serving
 from engine.requests.stream import StreamOptions
 from engine.requests.tasks import RequestTasks
 from engine.requests.tokenizing import Tokenizing
@@ -100,13 +100,16 @@ class Supervisor:
         self.detached = DetachedStreams(self._tasks)
         self.image_files = ImageFiles(self.detached.image_bytes)
         reports = ProgressReports(self._tasks, pool)
-        self._servings: dict[type, Serving] = {}  # by the classes of requests
+        self._servings: dict[type, Serving | FeedServing] = {}  # by the classes of requests
         for kind in kinds:
             preparer = kind.make_preparer(self.tokenizing, self._tasks)
             serving = Serving(
                 kind, preparer, pool, reports, self.detached.spare_images, config.share_prefixes
             )
             self._servings |= dict.fromkeys(kind.request_types, serving)
+            for request_type, make in kind.feeds.items():
+                feeding = FeedServing(make, self.submit, config.stall_timeout_s)
+                self._servings[request_type] = feeding
         self._live: dict[Name, RequestStream[Any]] = {}
         self._num_live = Counter[str]()  # by holder, of those that have any
         self._serials = itertools.count(1)

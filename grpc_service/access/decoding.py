@@ -11,6 +11,7 @@ the tokenizer take memory, too. A single request may have more.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from engine.errors import DeadlineExceeded
 from engine.replica.threads import WorkerThreads
 from engine.requests.stream import server_deadline
 from grpc_service.rpc.fairness import FairLock
-from grpc_service.rpc.methods import take_request, wait_for_request
+from grpc_service.rpc.methods import decoder_of, take_request, wait_for_request
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
@@ -46,8 +47,8 @@ class Decoding:
         self._room = _Room()
 
     async def request_of(self, method: Method, rpc: Rpc) -> Any:
-        """Wait for the one request of a call, and return what its handler takes. The call's timeout
-        counts from the request's last byte (`Rpc.arrived_at`).
+        """Wait for the request of a call, or its first message, and return what its handler takes.
+        The call's timeout counts from the request's last byte (`Rpc.arrived_at`).
 
         Raises:
             DeadlineExceeded: the deadline passed while the request waited for its turn.
@@ -70,6 +71,28 @@ class Decoding:
         deadline = server_deadline(rpc.arrived_at, call.time_remaining())
         owner = rpc.quota or rpc.address
         return await self.in_thread(decode, take, num_bytes, owner, deadline, answer_frees)
+
+    async def next_of(self, method: Method, rpc: Rpc) -> Any:
+        """Wait for the next message of a request that is a stream, and return what its handler
+        takes; None behind the last one. The handler bounds what it has decoded.
+
+        Raises:
+            Exception: as `grpc_service.rpc.methods.read_request`.
+        Cancellation: safe, as in `request_of`.
+        """
+        call = rpc.call
+        if await call.read(stays=True) is None:
+            return None
+        decode, num_bytes = decoder_of(method, call), call.request.next_bytes
+        if num_bytes <= SMALL_BYTES:
+            return decode(await take_request(method, call))
+        take, owner = partial(take_request, method, call), rpc.quota or rpc.address
+        with ExitStack() as decoded:
+
+            def decoding_frees(free: Callable[[], None]) -> None:
+                decoded.callback(free)
+
+            return await self.in_thread(decode, take, num_bytes, owner, math.inf, decoding_frees)
 
     async def in_thread(
         self,

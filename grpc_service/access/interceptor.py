@@ -12,6 +12,7 @@ import contextlib
 import time
 import uuid
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine import logs
@@ -74,14 +75,13 @@ class Interceptor(Dispatcher):
             call.connection.note_taken(call)
         method = self.methods.get(call.method)
         call.record = rpc = Rpc.of(call)
-        # Reflection, whose requests are a stream, is neither limited nor logged.
-        is_counted = method is not None and not method.takes_stream
+        is_counted = method is not None and not _is_reflection(method)
         try:
             with self._accounting(rpc) if is_counted else contextlib.nullcontext():
                 await super().serve(call)
         finally:
             # Otherwise call, record and request would be a cycle for the garbage collector.
-            call.record = None
+            call.record = rpc.read_next = None
 
     @contextlib.contextmanager
     def _accounting(self, rpc: Rpc) -> Iterator[None]:
@@ -109,13 +109,20 @@ class Interceptor(Dispatcher):
         Cancellation: the call's client or its deadline ends it, as in `serve`.
         """
         rpc: Rpc = call.record
-        if method.takes_stream:
+        if _is_reflection(method):
             return await method.handler(None, rpc)
         connection = call.connection
         rpc.quota, rpc.is_operator = policy.admit(
             call.method, call.peer, call.metadata, self._keys, connection.certified
         )
+        if method.takes_stream:
+            rpc.read_next = partial(self.decoding.next_of, method, rpc)
         return await _begin(method, await self.decoding.request_of(method, rpc), rpc)
+
+
+def _is_reflection(method: Method) -> bool:
+    """Return whether a method is one of reflection, whose calls are neither limited nor logged."""
+    return method.takes_stream and not method.name.startswith(LIMITED)
 
 
 def _begin(method: Method, request: Any, rpc: Rpc) -> Awaitable[Any]:

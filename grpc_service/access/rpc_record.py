@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.requests.quota import Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from engine.requests.quota import Quota
     from engine.requests.stream import RequestStream
@@ -84,9 +84,11 @@ class CallRecord:
 @dataclass(eq=False, slots=True, kw_only=True)
 class Rpc(CallRecord):
     """One RPC, as its handler sees it. ``call`` is the gRPC call: what a handler reads and
-    writes."""
+    writes. ``read_next`` returns the next decoded message of a request that is a stream, and None
+    behind the last one."""
 
     call: Call
+    read_next: Callable[[], Awaitable[Any]] | None = None
 
     @classmethod
     def of(cls, call: Call) -> Rpc:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 from grpc_service.cli.client import run_client
+from grpc_service.cli.embed_file import run_file
 from grpc_service.cli.query import print_json, print_table, print_texts
 from grpc_service.cli.texts import (
     ImageFile,
@@ -46,6 +47,8 @@ NEAREST_MAX = 300  # the most texts that are compared in Python: 0.7 s for vecto
 def run(args: argparse.Namespace) -> int:
     """Embed the texts and images and print the vectors. Return the exit code."""
     ranges = read_ranges(args.ranges)
+    if args.output is not None:
+        return run_file(args, request_of(args, (), ranges))
     images = images_of(args.images, hint="; texts come before --image")
     has_texts = args.texts or args.file is not None or not images
     inputs: list[Input] = [

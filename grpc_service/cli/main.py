@@ -285,22 +285,33 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         parser.add_argument(flag, choices=choices, help=what)
-    parser.add_argument(
-        "--prompt-name",
-        default="",
-        metavar="NAME",
-        help="which of the model's named prompts goes before each text, such as query",
-    )
+    for flag, default, metavar, what in (
+        (
+            "--prompt-name",
+            "",
+            "NAME",
+            "which of the model's named prompts goes before each text, such as query",
+        ),
+        (
+            "--ranges",
+            None,
+            "FILE",
+            'JSON of the least and the greatest number of each dimension, {"low": […], "high": '
+            "[…]}, for int8 and uint8 (default: those in the model's folder)",
+        ),
+        (
+            "--output",
+            None,
+            "OUT",
+            "a file for the vectors of the lines of --file, any number of them: a line of JSON for "
+            "each as soon as it is ready; the same command goes on after it was stopped",
+        ),
+    ):
+        parser.add_argument(flag, default=default, metavar=metavar, help=what)
     parser.add_argument(
         "--normalize",
         action=argparse.BooleanOptionalAction,
         help="scale the vectors to length 1, also after a cut (default: as the model does)",
-    )
-    parser.add_argument(
-        "--ranges",
-        metavar="FILE",
-        help='JSON of the least and the greatest number of each dimension, {"low": […], "high": '
-        "[…]}, for int8 and uint8 (default: those in the model's folder)",
     )
     add_client(parser, timeout_s=None)
 

@@ -29,6 +29,7 @@ from grpc_service.client.requests import (
     checked,
     completion_request,
     request_of,
+    requests_of,
     seconds_of,
 )
 from grpc_service.client.resumption import RESUME_S, method_of, resumption_of
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from grpc_service.client.channel import ChannelSettings
-    from grpc_service.client.requests import Conversation, Given
+    from grpc_service.client.requests import Conversation, EmbedRequests, Given
     from grpc_service.client.resumption import OnBreak, Resumption
 
 Response = TypeVar("Response")
@@ -268,6 +269,13 @@ class AsyncClient:
         """Turn each input into a vector. Vectors come as they are ready, in any order."""
         return AsyncStream(self._calls.start("embed", request, timeout))
 
+    def embed_stream(
+        self, requests: EmbedRequests, *, timeout: float | None = None
+    ) -> AsyncStream[messages.EmbedStreamResponse]:
+        """Turn any number of inputs into vectors. The first of ``requests`` has the parameters;
+        they are taken as fast as the server takes them, and the results come in any order."""
+        return AsyncStream(self._calls.start_stream("embed_stream", requests, timeout))
+
     def rerank(
         self, request: Given[messages.RerankRequest], *, timeout: float | None = None
     ) -> AsyncStream[messages.RerankResponse]:
@@ -416,6 +424,10 @@ class _AsyncCalls:
         message = request_of(method, getattr(messages, f"{name}Request"), request)
         call = getattr(self._stub, name)
         return call(message, timeout=seconds_of(timeout), metadata=self._metadata)
+
+    def start_stream(self, method: str, requests: Any, timeout: float | None) -> Any:
+        call = getattr(self._stub, method.title().replace("_", ""))
+        return call(requests_of(requests), timeout=seconds_of(timeout), metadata=self._metadata)
 
     async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
         try:

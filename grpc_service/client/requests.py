@@ -10,7 +10,7 @@ These are the forms that the engine's own methods take (`engine.api.arguments`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 from math import inf, isnan
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar
@@ -23,6 +23,10 @@ from grpc_service.client import messages
 
 MessageT = TypeVar("MessageT", bound=Message)
 Given: TypeAlias = MessageT | Mapping[str, Any]  # what programs may pass for a message
+# Objects of grpc's asyncio alone may be asynchronous.
+EmbedRequests: TypeAlias = (
+    AsyncIterable[messages.EmbedStreamRequest] | Iterable[messages.EmbedStreamRequest]
+)
 Conversation: TypeAlias = str | Iterable[messages.Message | Mapping[str, Any]]
 
 SHOWN_CHARS_MAX = 60  # characters of a wrong value in an error message
@@ -97,6 +101,18 @@ def request_of(method: str, made: type[MessageT], given: Given[MessageT] | str) 
         return message_of(made, made.__name__, given)
     forms = f"{'a text, ' if text_field else ''}a messages.{made.__name__} or a mapping"
     raise wrong_type(method, f"{forms} of its fields", given)
+
+
+def requests_of(given: EmbedRequests) -> Any:
+    """Return the requests of a call that takes a stream of them, as grpc takes them.
+
+    Raises:
+        TypeError: ``given`` is no such thing.
+    """
+    is_one = isinstance(given, str | bytes | Mapping | Message)
+    if is_one or not isinstance(given, Iterable | AsyncIterable):
+        raise wrong_type("requests", "messages.EmbedStreamRequest, one after the other", given)
+    return iter(given) if isinstance(given, Iterable) else given
 
 
 def chat_request(

@@ -65,7 +65,8 @@ async def compressed(data: bytes, encoding: str) -> bytes:
 
 
 class Call(StreamListener):
-    """One call. Only the task that serves it may use it, except for `try_write` and `evict`.
+    """One call. Only the task that serves it may use it, except for `try_write` and `evict`, and
+    for `read`, which another task may call meanwhile.
 
     ``method`` is the full name, such as ``helloworld.Greeter/SayHello``. ``peer`` is the client's
     address as grpc writes it, and ``connection`` carries the call. ``deadline`` is the client's, on
@@ -94,7 +95,7 @@ class Call(StreamListener):
         self.has_answered = False  # a message was sent, or waits for the client
         self.on_answer: Callable[[], None] = _nothing
         self.record: Any = None
-        self._change: trio.Event | None = None  # wakes the call's task, if it waits for the client
+        self._change: trio.Event | None = None  # wakes the tasks that wait for the client
         self._held = connection.held
         self._answer = Holding(connection.holder, self._evict_answer)
         self.connection = connection
@@ -399,10 +400,11 @@ class Call(StreamListener):
             self._wake()
 
     def _wake(self) -> None:
-        if self._change is not None:
-            self._change.set()
+        change, self._change = self._change, None
+        if change is not None:
+            change.set()
 
     async def _wait_for_change(self) -> None:
-        self._change = trio.Event()
+        if self._change is None:
+            self._change = trio.Event()
         await self._change.wait()
-        self._change = None

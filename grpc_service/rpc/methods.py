@@ -103,7 +103,8 @@ async def wait_for_request(method: Method, call: Call) -> Callable[[bytes], Any]
 
 
 async def take_request(method: Method, call: Call) -> bytes:
-    """Return the request after `wait_for_request`. No more messages of the call are taken.
+    """Return the request after `wait_for_request`. No more messages of the call are taken, unless
+    the request is a stream.
 
     Raises:
         RpcError: the request was given up since, as the server keeps too many bytes.
@@ -112,7 +113,8 @@ async def take_request(method: Method, call: Call) -> bytes:
     data = await call.read()
     if data is None:
         raise MissingMessage(f"{method.name} takes one request, and none was sent")
-    call.request.close()
+    if not method.takes_stream:
+        call.request.close()
     return data
 
 

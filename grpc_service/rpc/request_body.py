@@ -89,6 +89,9 @@ class RequestBody:
         """Remove and return the first message, and whether it came compressed."""
         taken, self._is_waiting = self.reader.take(), False
         self._count()
+        if not (self._stream.has_ended or self.reader.messages):
+            self._open_window()
+            self._touch()
         return taken
 
     def note_waiting(self) -> None:
@@ -121,12 +124,18 @@ class RequestBody:
         if reader.messages or reader.error is not None:
             self.note_request()
         self._count()
-        if reader.is_amid_message:
-            self._held.ask_to_grow(self._holding, reader.num_missing)
-        else:
-            self._stream.release()
+        if not reader.messages:
+            self._open_window()
         if reader.messages or reader.error is not None:
             self._on_change()
+
+    def _open_window(self) -> None:
+        """Let the client send more. While a message waits to be taken, the window stays as it is:
+        a client may send many messages, and the server would keep all that it does not read."""
+        if self.reader.is_amid_message:
+            self._held.ask_to_grow(self._holding, self.reader.num_missing)
+        else:
+            self._stream.release()
 
     def _count(self) -> None:
         self._holding.is_whole = self.has_message or self.reader.is_decompressing

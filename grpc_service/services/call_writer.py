@@ -219,8 +219,8 @@ class CallWriter:
             request_id = logs.printable(stream.request_id)
             log.debug("results sent: %d", self._num_written, extra={"request_id": request_id})
         # After an error the request is over, or another call has taken the stream over.
-        if self._error is None and stream.credit.release(num_events):
-            stream.report_drained()
+        if self._error is None:
+            stream.release(num_events)
 
     # ---- the call's task
 

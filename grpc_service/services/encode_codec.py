@@ -4,10 +4,17 @@ the rules of `grpc_service.services.text_codec`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import FieldViolation, InvalidRequest
-from engine.requests.encode.values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.encode.values import (
+    Embedding,
+    EmbedRequest,
+    IndexedInput,
+    InputFault,
+    RerankRequest,
+    Score,
+)
 from engine.requests.text.values import Started
 from grpc_service._generated.triolet.v1 import vectors_pb2
 from grpc_service.services.text_codec import given, ids_of
@@ -15,9 +22,11 @@ from grpc_service.services.text_codec import given, ids_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.requests.encode.values import EncodeEvent
+    from engine.requests.encode.values import EmbedStreamEvent, EncodeEvent
 
 VALUES_TAG = b"\x12"  # EmbedResponse.values: field 2, length-delimited
+VECTORS_TAG, ERRORS_TAG = b"\x0a", b"\x12"  # EmbedStreamResponse: fields 1 and 2
+RESULTS_BYTES = 2**16  # of the results of one message; a guess: a client's usual window
 OPTIONAL = ("dimensions", "normalize", "truncate", "priority", "top_k", "threshold")
 KINDS = {
     vectors_pb2.VECTOR_KIND_UNSPECIFIED: "",
@@ -69,6 +78,46 @@ def decode_embed(message: vectors_pb2.EmbedRequest, timeout_s: float | None = No
     if violations:
         raise InvalidRequest([*violations, *request.violations()])
     return request
+
+
+class StreamedInputs(NamedTuple):
+    """A message of the client of EmbedStream; the first one has ``parameters``."""
+
+    parameters: EmbedRequest | None
+    inputs: tuple[IndexedInput, ...]
+
+    @property
+    def request_id(self) -> str:
+        """The client's own id."""
+        return "" if self.parameters is None else self.parameters.request_id
+
+
+def decode_embed_stream(
+    message: vectors_pb2.EmbedStreamRequest, timeout_s: float | None = None
+) -> StreamedInputs:
+    """Return a message's parameters and inputs. Their ranges are not checked yet.
+
+    Raises:
+        InvalidRequest: a field of the parameters is wrong, as in `decode_embed`.
+    """
+    parameters = None
+    if message.HasField("parameters"):
+        try:
+            parameters = decode_embed(message.parameters, timeout_s)
+        except InvalidRequest as error:
+            named = error.renamed(lambda field: f"parameters.{field}")
+            kept = [one for one in named.violations if one.field != "parameters.inputs"]
+            raise InvalidRequest(kept) from None
+    return StreamedInputs(
+        parameters,
+        tuple(
+            IndexedInput(
+                item.index,
+                None if item.input.WhichOneof("input") is None else _input_of(item.input),
+            )
+            for item in message.inputs
+        ),
+    )
 
 
 def _input_of(input_: vectors_pb2.EmbedInput) -> str | bytes | tuple[int, ...]:
@@ -127,6 +176,42 @@ class EmbedEncoder:
         numbers = event.values.tobytes()
         message.MergeFromString(VALUES_TAG + _varint(len(numbers)) + numbers)
         return message
+
+
+class EmbedStreamEncoder:
+    """Makes the messages of one EmbedStream, each of results that are ready together."""
+
+    def __init__(self) -> None:
+        self._vectors = EmbedEncoder()
+
+    def __call__(self, events: Sequence[EmbedStreamEvent]) -> Iterator[bytes]:
+        """Yield the messages, each made only when the one before it was written."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        for event in events:
+            for part in self._parts(event):
+                if parts and num_bytes + len(part) > RESULTS_BYTES:
+                    yield b"".join(parts)
+                    parts, num_bytes = [], 0
+                parts.append(part)
+                num_bytes += len(part)
+        if parts:
+            yield b"".join(parts)
+
+    def _parts(self, event: EmbedStreamEvent) -> Iterator[bytes]:
+        """Yield the field of a message that an event becomes: a vector is not copied by protobuf
+        into another message and serialised again."""
+        if isinstance(event, InputFault):
+            index, reason, text = event
+            made = vectors_pb2.InputError(index=index, reason=reason, message=text)
+            yield _field(ERRORS_TAG, made.SerializeToString())
+            return
+        for vector in self._vectors([event]):
+            yield _field(VECTORS_TAG, vector.SerializeToString())
+
+
+def _field(tag: bytes, data: bytes) -> bytes:
+    return tag + _varint(len(data)) + data
 
 
 def _varint(number: int) -> bytes:

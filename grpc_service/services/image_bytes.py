@@ -40,6 +40,14 @@ EMBED = _path(vectors_pb2.EmbedRequest, "inputs", "image")
 DRAW = _path(images_pb2.GenerateImageRequest, "source", "image")
 GENERATE = _path(inference_pb2.GenerateRequest, "chat", "messages", "parts", "image")
 TOKENIZE = _path(inference_pb2.TokenizeRequest, "chat", "messages", "parts", "image")
+# The methods whose requests may have images, and the fields that lead to these.
+IMAGE_FIELDS = {
+    "Embed": EMBED,
+    "EmbedStream": _path(vectors_pb2.EmbedStreamRequest, "inputs", "input", "image"),
+    "Generate": GENERATE,
+    "GenerateImage": DRAW,
+    "Tokenize": TOKENIZE,
+}
 
 
 def judge_of(path: tuple[int, ...], max_bytes: int) -> Callable[[bytes], None]:

@@ -11,6 +11,9 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import InvalidRequest
+from engine.requests.encode.values import EmbedStreamRequest
+from grpc_service.rpc.errors import RpcError
 from grpc_service.services import (
     classify_codec,
     encode_codec,
@@ -19,12 +22,13 @@ from grpc_service.services import (
     text_encoder,
 )
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
+from grpc_service.services.error_status import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from engine.requests.encode.classify_values import ClassifyRequest
-    from engine.requests.encode.values import EmbedRequest, RerankRequest
+    from engine.requests.encode.values import EmbedRequest, IndexedInput, RerankRequest
     from engine.requests.image_generation.values import DrawRequest
     from engine.requests.text.values import GenerateRequest
     from grpc_service._generated.triolet.v1 import common_pb2
@@ -107,6 +111,20 @@ class Inference:
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.EmbedEncoder())
         await writer.serve(self._backend.engine, request)
 
+    async def EmbedStream(self, first: encode_codec.StreamedInputs, rpc: Rpc) -> None:
+        """Stream a vector or an error for each input of the client's stream. Raises `Disconnected`
+        if the client has ended the call.
+
+        Raises:
+            InvalidRequest: the first message has no parameters.
+        Cancellation: ends the request.
+        """
+        if first.parameters is None:
+            raise InvalidRequest.of("parameters", "are not set in the first message")
+        request = EmbedStreamRequest(first.parameters, _InputSource(first.inputs, rpc).read)
+        writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.EmbedStreamEncoder())
+        await writer.serve(self._backend.engine, request)
+
     async def Rerank(self, request: RerankRequest, rpc: Rpc) -> None:
         """Stream each document's score. Raises `Disconnected` if the client has ended the call.
 
@@ -149,11 +167,41 @@ class Inference:
         return text_encoder.encode_text(text)
 
 
+class _InputSource:
+    """Reads the inputs of an EmbedStream: ``first`` ones, and then those of further messages."""
+
+    def __init__(self, first: Sequence[IndexedInput], rpc: Rpc) -> None:
+        assert rpc.read_next is not None, "the method takes a stream"
+        self._first: Sequence[IndexedInput] = first
+        self._read_next = rpc.read_next
+
+    async def read(self) -> Sequence[IndexedInput] | None:
+        """Return the next inputs; None behind the last ones.
+
+        Raises:
+            TrioletError: the client sent something else, or it cannot be kept.
+        Cancellation: safe.
+        """
+        if self._first:
+            first, self._first = self._first, ()
+            return first
+        try:
+            message: encode_codec.StreamedInputs | None = await self._read_next()
+        except RpcError as error:
+            raise explain(error)[0] from None
+        if message is None:
+            return None
+        if message.parameters is not None:
+            raise InvalidRequest.of("parameters", "are set after the first message")
+        return message.inputs
+
+
 def translators() -> dict[str, Callable[[Call], Callable[[Any], Any]]]:
     """Return `Method.translate` of each method whose handler takes an engine's value."""
     return {
         "Generate": _timed(text_codec.decode_generate),
         "Embed": _timed(encode_codec.decode_embed),
+        "EmbedStream": _timed(encode_codec.decode_embed_stream),
         "Rerank": _timed(encode_codec.decode_rerank),
         "Classify": _timed(classify_codec.decode_classify),
         "GenerateImage": _timed(image_generation_codec.decode_generate_image),

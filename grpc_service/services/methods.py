@@ -8,7 +8,7 @@ from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, model
 from grpc_service._generated.triolet.v1.count_limits import COUNT_LIMITS
 from grpc_service.rpc.methods import methods_of
 from grpc_service.services.control import Control
-from grpc_service.services.image_bytes import DRAW, EMBED, GENERATE, TOKENIZE, judge_of
+from grpc_service.services.image_bytes import IMAGE_FIELDS, judge_of
 from grpc_service.services.inference import Inference, translators
 from grpc_service.services.models import Models
 from grpc_service.services.value_counts import judges_of
@@ -23,8 +23,6 @@ INFERENCE: ServiceDescriptor = inference_pb2.DESCRIPTOR.services_by_name["Infere
 MODELS: ServiceDescriptor = models_pb2.DESCRIPTOR.services_by_name["Models"]
 CONTROL: ServiceDescriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
 SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
-# The methods whose requests may have images, and the fields that lead to these.
-IMAGE_FIELDS = {"Embed": EMBED, "Generate": GENERATE, "GenerateImage": DRAW, "Tokenize": TOKENIZE}
 # Methods for connected clients while the server drains, and for clients that a full server takes.
 LASTING_METHODS = (f"{CONTROL.full_name}/", f"{INFERENCE.full_name}/Attach")
 TAKING_IMAGES = tuple(f"{INFERENCE.full_name}/{name}" for name in IMAGE_FIELDS)

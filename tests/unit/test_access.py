@@ -33,8 +33,8 @@ REMOTE += ["", "x"]
 EVERYBODY, OF_OWN, OPERATORS = "everybody", "of their own", "operators"
 RIGHTS = {
     "triolet.v1.Inference": {
-        **dict.fromkeys(("Generate", "Embed", "Rerank", "GenerateImage"), EVERYBODY),
-        **dict.fromkeys(("Tokenize", "Detokenize"), EVERYBODY),
+        **dict.fromkeys(("Generate", "Embed", "EmbedStream", "Rerank", "GenerateImage"), EVERYBODY),
+        **dict.fromkeys(("Classify", "Tokenize", "Detokenize"), EVERYBODY),
         "Attach": EVERYBODY,  # with the token of a stream of the holder's own
     },
     "triolet.v1.Models": {

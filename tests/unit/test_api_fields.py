@@ -31,6 +31,7 @@ SERVICES = {
         Generate(GenerateRequest) stream GenerateResponse
         Attach(AttachRequest) stream GenerateResponse
         Embed(EmbedRequest) stream EmbedResponse
+        EmbedStream(stream EmbedStreamRequest) stream EmbedStreamResponse
         Rerank(RerankRequest) stream RerankResponse
         Classify(ClassifyRequest) stream ClassifyResponse
         GenerateImage(GenerateImageRequest) stream GenerateImageResponse
@@ -156,6 +157,10 @@ MESSAGES = {
         index:uint32 values:float* tokens:uint32 model:string packed:bytes sparse:SparseVector
         rows:uint32?
     """,
+    "EmbedStreamRequest": "parameters:EmbedRequest inputs:EmbedStreamInput*",
+    "EmbedStreamInput": "index:uint32 input:EmbedInput",
+    "EmbedStreamResponse": "vectors:EmbedResponse* errors:InputError*",
+    "InputError": "index:uint32 reason:string message:string",
     "RerankRequest": """
         model:string query:string documents:string* raw_scores:bool? truncate:bool?
         top_n:uint32? request_id:string priority:int32?
@@ -337,9 +342,10 @@ def written(field):
 
 def method_written(method):
     """Return an RPC as `SERVICES` writes it: name, request and answer."""
-    assert not method.client_streaming
-    stream = "stream " if method.server_streaming else ""
-    return f"{method.name}({method.input_type.name}) {stream}{method.output_type.name}"
+    asked, answered = (
+        "stream " * is_stream for is_stream in (method.client_streaming, method.server_streaming)
+    )
+    return f"{method.name}({asked}{method.input_type.name}) {answered}{method.output_type.name}"
 
 
 def test_there_is_no_other_message_enum_or_service():

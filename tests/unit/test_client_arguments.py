@@ -12,9 +12,10 @@ from grpc_service.client import AsyncClient, Client, messages
 from grpc_service.client.requests import TEXT_FIELDS, message_of, request_of
 
 SILENT = "127.0.0.1:1"  # nobody listens on port 1
-GOOD = {"conversation": "Hi", "choice": 0}
+GOOD = {"conversation": "Hi", "choice": 0, "requests": []}
 NO_REQUEST = (3, None, [1], b"Once", object(), messages.Usage())
 WRONG = {
+    "requests": (3, None, b"Once", "Once", {"inputs": []}, messages.EmbedStreamRequest()),
     "conversation": (3, None, b"Hi", {"role": "user"}, ["Hi"], [{"rule": "user"}], [{"role": 3}]),
     "timeout": ("3", [1], b"3", math.nan),
     "on_break": (3, "x"),

@@ -321,23 +321,24 @@ def _check_lengths(
     """Check the number of tokens of every input, and of the query that all of them have.
 
     Raises:
-        InvalidRequest: Inputs have no tokens.
+        InvalidRequest: Inputs have no tokens; it lists these alone.
         RequestTooLarge: Inputs were cut, and may not be.
     """
-    violations, has_empty = [], False
+    empty, long = [], []
     inputs = [(item.input, item.full_tokens) for item in tokenized]
     if tokenized and (query := tokenized[0].input.query) is not None:
         inputs, paths = [(query, tokenized[0].full_query), *inputs], ["query", *paths]
     for path, (text, full_tokens) in zip(paths, inputs, strict=True):
         most = len(text.token_ids)
         if not most:
-            has_empty = True
-            violations.append(FieldViolation(path, "has no tokens"))
+            empty.append(FieldViolation(path, "has no tokens"))
         elif full_tokens > most and not may_cut:
             what = f"has {full_tokens} tokens, of at most {most}"
-            violations.append(FieldViolation(path, what))
-    if violations:
-        raise (InvalidRequest if has_empty else RequestTooLarge)(violations)
+            long.append(FieldViolation(path, what))
+    if empty:
+        raise InvalidRequest(empty)
+    if long:
+        raise RequestTooLarge(long)
 
 
 def _check_matrices(

@@ -8,19 +8,19 @@ ranges are checked by `engine.requests.encode.prepare`, before the first result.
 from __future__ import annotations
 
 import struct
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from engine.core.common.events import Finished
 from engine.core.encode.types import PRECISIONS, RANGED
-from engine.errors import FieldViolation
+from engine.errors import FieldViolation, InvalidRequest
 from engine.requests.field_types import INPUTS, RANGES, CheckedFields
 from engine.requests.text.values import Started, common_violations
 from engine.status import Capability
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from engine.core.encode.types import Numbers
     from engine.requests.encode.classify_values import Classification, ClassifyRequest
@@ -153,6 +153,69 @@ class EmbedRequest(CheckedFields):
                 return
 
 
+class IndexedInput(NamedTuple):
+    """An input of an EmbedStream, with the client's own number. None: the client set none."""
+
+    index: int  # type: ignore[assignment]  # the proto's name; it hides tuple.index
+    input: str | bytes | tuple[int, ...] | None
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes it takes."""
+        if self.input is None:
+            return 0
+        return len(self.input) * (8 if isinstance(self.input, tuple) else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedStreamRequest:
+    """One EmbedStream call. ``parameters`` have no inputs. ``source`` returns the next inputs, and
+    None behind the last ones; an error that it raises ends the stream. None: it is read no more.
+    """
+
+    parameters: EmbedRequest
+    source: Callable[[], Awaitable[Sequence[IndexedInput] | None]] | None
+    image_bytes = 0  # those of its inputs are counted where they run
+
+    @property
+    def request_id(self) -> str:
+        """The client's own id."""
+        return self.parameters.request_id
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.parameters.model
+
+    @property
+    def priority(self) -> int | None:
+        """The rank of each of its inputs."""
+        return self.parameters.priority
+
+    @property
+    def timeout_s(self) -> float | None:
+        """The seconds until the client's deadline for the whole stream."""
+        return self.parameters.timeout_s
+
+    @property
+    def capability(self) -> Capability:
+        """The capability that a model must have for texts."""
+        return self.parameters.capability
+
+    def validate(self) -> None:
+        """Check the parameters, as far as that needs no model.
+
+        Raises:
+            InvalidRequest: The error has one violation for each wrong field.
+        """
+        if self.parameters.inputs:
+            raise InvalidRequest.of("parameters.inputs", "are set: inputs come beside parameters")
+        try:
+            replace(self.parameters, inputs=("",), check=False).validate()
+        except InvalidRequest as error:
+            raise error.renamed(lambda field: f"parameters.{field}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class RerankRequest(CheckedFields):
     """One Rerank call. ``raw_scores`` leaves out the model's activation function. With ``top_n``,
@@ -215,6 +278,15 @@ class Embedding(NamedTuple):
         return struct.unpack(f"{len(self.values)}e", self.values)
 
 
+class InputFault(NamedTuple):
+    """Why the input ``index`` of an EmbedStream has no vector: the ``reason`` of an error, and its
+    message."""
+
+    index: int  # type: ignore[assignment]  # the proto's name; it hides tuple.index
+    reason: str
+    message: str
+
+
 class Score(NamedTuple):
     """How well the document ``index`` answers the query; higher is better."""
 
@@ -223,6 +295,7 @@ class Score(NamedTuple):
 
 
 EncodeRequests: TypeAlias = "EmbedRequest | RerankRequest | ClassifyRequest"
+EmbedStreamEvent: TypeAlias = Started | Embedding | InputFault
 EmbedEvent: TypeAlias = Started | Embedding | Finished
 RerankEvent: TypeAlias = Started | Score | Finished
 EncodeEvent: TypeAlias = "Started | Embedding | Score | Classification | Finished"

@@ -13,6 +13,7 @@ COUNT_LIMITS: dict[str, tuple[int, int | None]] = {
     "triolet.v1.ContinuedChoice.token_ids": (262144, None),
     "triolet.v1.DetokenizeRequest.ids": (262144, None),
     "triolet.v1.EmbedRequest.inputs": (2048, None),
+    "triolet.v1.EmbedStreamRequest.inputs": (2048, None),
     "triolet.v1.LoadAdapterRequest.aliases": (64, None),
     "triolet.v1.Message.parts": (4096, None),
     "triolet.v1.Message.tool_calls": (4096, None),

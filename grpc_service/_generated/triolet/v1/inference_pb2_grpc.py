@@ -64,6 +64,11 @@ class InferenceStub:
                 request_serializer=triolet_dot_v1_dot_vectors__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=triolet_dot_v1_dot_vectors__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.EmbedStream = channel.stream_stream(
+                '/triolet.v1.Inference/EmbedStream',
+                request_serializer=triolet_dot_v1_dot_vectors__pb2.EmbedStreamRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_vectors__pb2.EmbedStreamResponse.FromString,
+                _registered_method=True)
         self.Rerank = channel.unary_stream(
                 '/triolet.v1.Inference/Rerank',
                 request_serializer=triolet_dot_v1_dot_vectors__pb2.RerankRequest.SerializeToString,
@@ -141,6 +146,17 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EmbedStream(self, request_iterator, context):
+        """Turns inputs into vectors as they come, any number of them. The first message has the
+        parameters. Results are sent as they are ready, in any order, each with its input's index. An
+        input that is wrong has an error beside the others' vectors. The server reads on while it keeps
+        less than 2048 inputs, and 4 MiB of them, that have no result yet or whose result the client has
+        not taken. The call ends when the client has ended its side and every input has its result.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Rerank(self, request, context):
         """Scores documents by how well they answer a query. Results are sent as they are ready, in any
         order. With top_n, only the best ones are sent, sorted by falling score, after all documents
@@ -199,6 +215,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=triolet_dot_v1_dot_vectors__pb2.EmbedRequest.FromString,
                     response_serializer=triolet_dot_v1_dot_vectors__pb2.EmbedResponse.SerializeToString,
+            ),
+            'EmbedStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.EmbedStream,
+                    request_deserializer=triolet_dot_v1_dot_vectors__pb2.EmbedStreamRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_vectors__pb2.EmbedStreamResponse.SerializeToString,
             ),
             'Rerank': grpc.unary_stream_rpc_method_handler(
                     servicer.Rerank,
@@ -318,6 +339,33 @@ class Inference:
             '/triolet.v1.Inference/Embed',
             triolet_dot_v1_dot_vectors__pb2.EmbedRequest.SerializeToString,
             triolet_dot_v1_dot_vectors__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EmbedStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/triolet.v1.Inference/EmbedStream',
+            triolet_dot_v1_dot_vectors__pb2.EmbedStreamRequest.SerializeToString,
+            triolet_dot_v1_dot_vectors__pb2.EmbedStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -110,6 +110,40 @@ class SparseVector(_message.Message):
     weights: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, indices: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class EmbedStreamRequest(_message.Message):
+    __slots__ = ("parameters", "inputs")
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    parameters: EmbedRequest
+    inputs: _containers.RepeatedCompositeFieldContainer[EmbedStreamInput]
+    def __init__(self, parameters: _Optional[_Union[EmbedRequest, _Mapping]] = ..., inputs: _Optional[_Iterable[_Union[EmbedStreamInput, _Mapping]]] = ...) -> None: ...
+
+class EmbedStreamInput(_message.Message):
+    __slots__ = ("index", "input")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    input: EmbedInput
+    def __init__(self, index: _Optional[int] = ..., input: _Optional[_Union[EmbedInput, _Mapping]] = ...) -> None: ...
+
+class EmbedStreamResponse(_message.Message):
+    __slots__ = ("vectors", "errors")
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    vectors: _containers.RepeatedCompositeFieldContainer[EmbedResponse]
+    errors: _containers.RepeatedCompositeFieldContainer[InputError]
+    def __init__(self, vectors: _Optional[_Iterable[_Union[EmbedResponse, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[InputError, _Mapping]]] = ...) -> None: ...
+
+class InputError(_message.Message):
+    __slots__ = ("index", "reason", "message")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    reason: str
+    message: str
+    def __init__(self, index: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
 class RerankRequest(_message.Message):
     __slots__ = ("model", "query", "documents", "raw_scores", "truncate", "top_n", "request_id", "priority")
     MODEL_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,222 @@
+"""``triolet embed --file FILE --output OUT``: the vectors of any number of lines, in little memory.
+
+The lines go through one EmbedStream, and each result is a line of OUT as soon as it comes, in any
+order; `grpc_service.cli.results_file` lets the same command go on where an earlier one was killed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from google.protobuf import json_format
+
+from engine.errors import ConfigError
+from engine.requests.encode.values import MAX_INPUTS
+from grpc_service.cli.bars import bar
+from grpc_service.cli.client import explain, run_client
+from grpc_service.cli.results_file import ResultsFile
+from grpc_service.client import CallError, messages
+from grpc_service.client.errors import RETRY_CODES
+from grpc_service.client.resumption import RESUME_S
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from grpc_service.cli.results_file import Indices
+    from grpc_service.client import Client
+
+PART_BYTES = 2**16  # of the lines of a message. Guess: a usual window
+READ_BYTES = 2**20
+PAUSE_S = 1.0  # before another call, if the server does not say how long
+FAULTS_SHOWN = 5  # lines without a vector that are named
+
+
+def run_file(args: argparse.Namespace, parameters: messages.EmbedRequest) -> int:
+    """Embed the lines of a file into ``args.output``. Return the exit code: 1 if lines have no
+    vector.
+
+    Raises:
+        ConfigError: the files cannot be used.
+    """
+    if args.file in (None, "-"):
+        raise ConfigError("--output needs --file FILE: to go on, the file is read again")
+    if args.texts or args.images or args.json:
+        raise ConfigError("--output takes the lines of --file alone, and writes JSON itself")
+    total, digest = _measure(args.file)
+    about = {"input": digest, "request": json_format.MessageToDict(parameters)}
+    faults: list[str] = []
+    with ResultsFile(args.output, about) as results:
+        parameters.model = results.noted.get("model", parameters.model)
+        code = run_client(
+            args, lambda client: _embed(client, args, parameters, results, total, faults)
+        )
+        if code == 0:
+            results.finish()
+    for fault in faults[:FAULTS_SHOWN]:
+        print(f"triolet: {fault}", file=sys.stderr)
+    if len(faults) > FAULTS_SHOWN:
+        print(f"triolet: and {len(faults) - FAULTS_SHOWN} more", file=sys.stderr)
+    return code or bool(faults)
+
+
+def _measure(file: str) -> tuple[int, str]:
+    """Return the number of lines of a file, and a digest of its bytes.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    digest, num_lines, last = hashlib.sha256(), 0, b""
+    try:
+        with open(os.path.expanduser(file), "rb") as opened:
+            while part := opened.read(READ_BYTES):
+                digest.update(part)
+                num_lines += part.count(b"\n")
+                last = part[-1:]
+    except OSError as error:
+        raise ConfigError(f"--file {file} cannot be read: {error.strerror}") from None
+    if not last:
+        raise ConfigError(f"there are no texts in {file}")
+    return num_lines + (last != b"\n"), digest.hexdigest()
+
+
+def _embed(
+    client: Client,
+    args: argparse.Namespace,
+    parameters: messages.EmbedRequest,
+    results: ResultsFile,
+    total: int,
+    faults: list[str],
+) -> None:
+    """Embed the lines that have no result yet. If the server goes away after results have come,
+    go on in another call.
+
+    Raises:
+        CallError: a call failed, and another one would fail alike.
+    """
+    end = None if args.timeout is None else time.monotonic() + args.timeout
+    started_at = last_at = time.monotonic()
+    num_before = len(results.done)
+    with bar("embedding", total) as update:
+        while len(results.done) < total:
+            left_s = None if end is None else max(0.0, end - time.monotonic())
+            requests = _Requests(args.file, parameters, results.done, total)
+            try:
+                with client.embed_stream(requests, timeout=left_s) as stream:
+                    for answer in stream:
+                        _keep(answer, results, faults)
+                        last_at = time.monotonic()
+                        seconds = last_at - started_at
+                        rate = (len(results.done) - num_before) / max(seconds, 1e-9)
+                        update(
+                            completed=len(results.done),
+                            description=f"embedding, {rate:,.0f} texts/s",
+                        )
+            except CallError as error:
+                if requests.error is not None:
+                    raise requests.error from None
+                is_over = time.monotonic() > last_at + RESUME_S
+                if is_over or len(results.done) == num_before or error.code not in RETRY_CODES:
+                    raise
+                pause_s = error.retry_after_s or PAUSE_S
+                why = explain(error, args.server, args.timeout)
+                print(f"triolet: {why}; going on in {pause_s:g} s", file=sys.stderr)
+                time.sleep(pause_s)
+                continue
+            if requests.error is not None:
+                raise requests.error
+            if len(results.done) < total:
+                raise ConfigError(f"{args.file} has changed while it was read")
+    seconds = time.monotonic() - started_at
+    num_new = len(results.done) - num_before
+    print(
+        f"{total} lines, {num_new} of them now, in {seconds:.1f} s: "
+        f"{num_new / max(seconds, 1e-9):,.0f} texts/s",
+        file=sys.stderr,
+    )
+
+
+def _keep(answer: messages.EmbedStreamResponse, results: ResultsFile, faults: list[str]) -> None:
+    for vector in answer.vectors:
+        if vector.model and "model" not in results.noted:
+            results.note("model", vector.model)
+        results.add(vector.index, _fields_of(vector))
+    for error in answer.errors:
+        fields = {"reason": error.reason, "message": error.message}
+        results.add(error.index, f'"error": {json.dumps(fields, ensure_ascii=False)}')
+        faults.append(f"line {error.index + 1} has no vector: {error.message}")
+    results.flush()
+
+
+def _fields_of(vector: messages.EmbedResponse) -> str:
+    """Return the fields of a vector's line, with the names of `--json`."""
+    fields = f'"tokens": {vector.tokens}'
+    if vector.HasField("rows"):
+        fields += f', "rows": {vector.rows}'
+    if vector.HasField("sparse"):
+        indices = json.dumps(list(vector.sparse.indices))
+        weights = _numbers(tuple(vector.sparse.weights))
+        return f'{fields}, "sparse": {{"indices": {indices}, "weights": {weights}}}'
+    if vector.packed:
+        return f'{fields}, "packed": "{base64.b64encode(vector.packed).decode()}"'
+    return f'{fields}, "values": {_numbers(tuple(vector.values))}'
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    """Return numbers in nine digits, which tell every float32 from others."""
+    return f"[{', '.join(['%.9g'] * len(values)) % values}]"
+
+
+class _Requests:
+    """The messages of one call, made as grpc takes them. ``error`` is why the file could not be
+    read on; grpc's own thread, which reads, cannot raise it."""
+
+    def __init__(
+        self, file: str, parameters: messages.EmbedRequest, done: Indices, total: int
+    ) -> None:
+        self._file = file
+        self._parameters = parameters
+        self._done = done
+        self._total = total
+        self.error: ConfigError | None = None
+
+    def __iter__(self) -> Iterator[messages.EmbedStreamRequest]:
+        yield messages.EmbedStreamRequest(parameters=self._parameters)
+        try:
+            yield from self._parts()
+        except ConfigError as error:
+            self.error = error
+
+    def _parts(self) -> Iterator[messages.EmbedStreamRequest]:
+        part: list[messages.EmbedStreamInput] = []
+        num_bytes = 0
+        for index, text in self._lines():
+            if part and (num_bytes + len(text) > PART_BYTES or len(part) == MAX_INPUTS):
+                yield messages.EmbedStreamRequest(inputs=part)
+                part, num_bytes = [], 0
+            part.append(messages.EmbedStreamInput(index=index, input={"text": text}))
+            num_bytes += len(text)
+        if part:
+            yield messages.EmbedStreamRequest(inputs=part)
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Yield the lines that have no result, with their places.
+
+        Raises:
+            ConfigError: the file cannot be read, or a line is not UTF-8.
+        """
+        try:
+            with open(os.path.expanduser(self._file), "rb") as opened:
+                for index, line in zip(range(self._total), opened, strict=False):
+                    if index not in self._done:
+                        yield index, line.removesuffix(b"\n").decode()
+        except OSError as error:
+            raise ConfigError(f"--file {self._file} cannot be read: {error.strerror}") from None
+        except UnicodeError:
+            raise ConfigError(f"line {index + 1} of {self._file} is not UTF-8") from None
