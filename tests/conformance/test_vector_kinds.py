@@ -11,10 +11,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from engine.api._generated import blocking
+from engine.config import EngineConfig, ModelConfig
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.encode.types import EncodeOptions, EncodePlan, EncodeRow
 from engine.errors import InvalidRequest, SpawnFailed
+from engine.requests.encode.values import Embedding, EmbedRequest
 from engine.status import Capability
 from engine.worker.encode.outputs import QUERIES_KEPT
 from engine.worker.encode.runner import groups
@@ -422,6 +425,44 @@ def test_vectors_of_tokens_are_cut_scaled_and_quantised(late):
         want = quantize_embeddings(scaled, precision, ranges=ranges)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("fields", "roles"),
+    [
+        ({"normalize": False}, {"document"}),
+        ({}, {"document", "query"}),
+    ],
+)
+def test_a_scaling_that_a_module_does_is_not_left_out(tmp_path, fields, roles):
+    """Red if a request gets vectors of length 1 that it did not want."""
+    pooled(tmp_path, **fields)
+    texts = ("a small dog and a large cat",)
+    with blocking.open_engine(EngineConfig(models=(ModelConfig(str(tmp_path)),))) as engine:
+        for role in ("document", "query"):
+            asked = {"inputs": texts, "kind": "multi-vector", "normalize": False}
+            request = EmbedRequest(prompt_name=role, **asked)
+            if role in roles:
+                told = f"^normalize: is false, and the model scales vectors of a {role}"
+                with pytest.raises(InvalidRequest, match=told), engine.embed(request) as stream:
+                    list(stream)
+                continue
+            with engine.embed(request) as stream:
+                [one] = [event for event in stream if isinstance(event, Embedding)]
+            rows = np.array(one.values).reshape(one.rows, -1)
+            assert np.abs(np.linalg.norm(rows, axis=1) - 1).min() > 1e-3
+
+
+def test_each_of_several_scalings_is_left_out(tmp_path):
+    from sentence_transformers.base.modules import Normalize
+
+    twice = [Normalize(module_input_name="token_embeddings")]
+    make_multi_vector_embedder(tmp_path, more=twice)
+    runner, info = load(tmp_path)
+    assert info.must_scale == ()
+    for one in matrices(runner, normalize=False):
+        assert np.abs(np.linalg.norm(one, axis=1) - 1).min() > 1e-3
+    runner.close()
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["batched", "alone"])

@@ -281,6 +281,9 @@ def _embed_faults(request: EmbedRequest, info: EncoderInfo) -> Iterator[FieldVio
     if request.prompt_name and request.prompt_name not in info.prompt_names:
         known = ", ".join(info.prompt_names) or "none"
         yield FieldViolation("prompt_name", f"is not one of the model's prompts: {known}")
+    role = QUERY if request.prompt_name == QUERY else "document"
+    if request.normalize is False and role in info.must_scale:
+        yield FieldViolation("normalize", f"is false, and the model scales vectors of a {role}")
     yield from _range_faults(request, info)
 
 

@@ -27,6 +27,8 @@ class EncoderInfo(WorkerInfo):
     prompt_names: tuple[str, ...] = ()
     text_width: int = 0  # tokens to which each text is padded, in any batch; 0: no such padding
     images: ImageFit | None = None  # fits its images; None: it reads no images
+    # The roles (query, document) of texts whose vectors a module scales, whatever a request wants.
+    must_scale: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()  # names of a classifier's labels, in the order of its scores
     reads_pairs: bool = False  # its chat template takes pairs of texts alone
     # The most tokens of queries and of other texts, where they differ; None: ``max_model_len``.

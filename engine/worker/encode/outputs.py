@@ -40,12 +40,14 @@ class Output(Protocol):
     """A kind of encoder. ``modules`` are those of the library's model that are called one after the
     other, for at most ``tokens_at_once`` tokens if that is not None and the input allows it.
     ``dimensions`` is the length of a vector, 0 without vectors, and ``labels`` are the names of a
-    classifier's. Its constructor takes the library's model and a function that returns the modules'
-    output for texts."""
+    classifier's. Texts in the roles ``must_scale`` have vectors that a module scales and cannot
+    leave as they are. Its constructor takes the library's model and a function that returns the
+    modules' output for texts."""
 
     modules: list[Any]
     dimensions: int
     labels: tuple[str, ...]
+    must_scale: tuple[str, ...]
     tokens_at_once: ClassVar[int | None]
 
     def take_queries(self, rows: Sequence[EncodeRow]) -> None:
@@ -59,6 +61,7 @@ class _Alone:
     """Something for each input, which has no query beside it."""
 
     labels: tuple[str, ...] = ()
+    must_scale: tuple[str, ...] = ()
     tokens_at_once: ClassVar[int | None] = None
     dimensions = 0
 
@@ -148,6 +151,7 @@ class _Compared(ABC):
     modules: list[Any]
     dimensions: int
     labels: tuple[str, ...] = ()
+    must_scale: tuple[str, ...] = ()
     tokens_at_once: ClassVar[int | None] = None
 
     def __init__(self, model: Any, forward: Forward) -> None:
@@ -235,6 +239,7 @@ class MultiVectors(_Compared):
             for role in ("query", "document"):
                 if last.normalize_embeddings if last.applies_to(role) else before:
                     self._scaled.add(role)
+        self.must_scale = tuple(sorted(self._scaled))
         self.dimensions = int(model.get_embedding_dimension())
 
     def _parts(self, features: Features) -> Sequence[Any]:
@@ -254,17 +259,18 @@ class MultiVectors(_Compared):
 
 
 def _without_normalize(modules: list[Any], name: str) -> tuple[list[Any], bool]:
-    """Return a model's modules without a Normalize at the end of the output ``name``, and whether
-    there was one. A request may leave it out, and it comes after a cut. Masks behind it only leave
-    vectors out."""
+    """Return a model's modules without each Normalize at the end of the output ``name``, and
+    whether there was one. A request may leave it out, and it comes after a cut. Masks behind it
+    only leave vectors out."""
     place = len(modules) - 1
     while type(modules[place]).__name__ == "MultiVectorMask":
         place -= 1
     last = modules[place]
     if type(last).__name__ != "Normalize":
         return modules, False
-    normalizes = last.module_input_name == last.module_output_name == name
-    return (modules[:place] + modules[place + 1 :] if normalizes else modules), normalizes
+    if not last.module_input_name == last.module_output_name == name:
+        return modules, False
+    return _without_normalize(modules[:place] + modules[place + 1 :], name)[0], True
 
 
 def finished(vectors: Array, options: EncodeOptions, *, scales: bool) -> Array:

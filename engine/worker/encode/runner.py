@@ -218,6 +218,7 @@ class EncoderRunner(InProcessRunner[EncodePlan, EncodeResult, EncoderInfo]):
             query_len=self._limits.get("query_len"),
             document_len=self._limits.get("document_len"),
             labels=output.labels,
+            must_scale=output.must_scale,
             reads_pairs=self._reads_pairs,
         )
         progress(LoadProgress("warm-up"))
