@@ -308,8 +308,8 @@ MUTANTS = (
     ),
     Mutant(
         "a starved stream's drained reader is not reported",
-        call_writer.CallWriter._give_back,
-        "stream.report_drained()",
+        stream.RequestStream.release,
+        "self.report_drained()",
         "pass",
         seed=6,
     ),
