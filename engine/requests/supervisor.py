@@ -100,7 +100,8 @@ class Supervisor:
         self.detached = DetachedStreams(self._tasks)
         self.image_files = ImageFiles(self.detached.image_bytes)
         reports = ProgressReports(self._tasks, pool)
-        self._servings: dict[type, Serving | FeedServing] = {}  # by the classes of requests
+        self._servings: dict[type, Serving] = {}  # by the classes of requests
+        self._feeds: dict[type, FeedServing] = {}  # the same of requests that submit others
         for kind in kinds:
             preparer = kind.make_preparer(self.tokenizing, self._tasks)
             serving = Serving(
@@ -109,7 +110,7 @@ class Supervisor:
             self._servings |= dict.fromkeys(kind.request_types, serving)
             for request_type, make in kind.feeds.items():
                 feeding = FeedServing(make, self.submit, config.stall_timeout_s)
-                self._servings[request_type] = feeding
+                self._feeds[request_type] = feeding
         self._live: dict[Name, RequestStream[Any]] = {}
         self._num_live = Counter[str]()  # by holder, of those that have any
         self._serials = itertools.count(1)
@@ -186,7 +187,7 @@ class Supervisor:
             on_loss=self.detached.add,
             on_leave=self.detached.remove,
         )
-        stream = self._servings[type(request)].kind.make_stream(request, options)
+        stream = self._serving_of(request).kind.make_stream(request, options)
         if error is not None:
             stream.close(error)
             return stream
@@ -201,6 +202,10 @@ class Supervisor:
             self._supervise, stream, request.image_bytes, name=f"request {request_id}"
         )
         return stream
+
+    def _serving_of(self, request: ClientRequest) -> Serving | FeedServing:
+        kind = type(request)
+        return self._feeds[kind] if kind in self._feeds else self._servings[kind]
 
     def _refusal(
         self, request: ClientRequest, request_id: str, origin: Origin
@@ -334,7 +339,7 @@ class Supervisor:
         logs.request_id.set(logs.printable(stream.request_id))
         try:
             with stream.scope:
-                await self._servings[type(stream.request)].serve(stream)
+                await self._serving_of(stream.request).serve(stream)
             stream.close(stream.early_end())  # without effect if the request has ended by itself
         except TrioletError as error:
             stream.close(error)
