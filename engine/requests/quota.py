@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from engine.core.common.waiting_queue import BACKGROUND
 from engine.errors import Overloaded
 
 if TYPE_CHECKING:
@@ -205,13 +206,12 @@ class Origin:
         """The name of the holder among whom the server is shared; "" for all without a name."""
         return "" if self.quota is None else self.quota.name
 
-    def priority_of(self, asked: int | None) -> int:
+    def priority_of(self, asked: int | None, *, is_background: bool = False) -> int:
         """Return a request's priority: the one it asks for, or else the one nearest to 0 that its
-        holder may have."""
-        if asked is not None:
-            return asked
+        holder may have; of background work on a level of its own."""
         most = None if self.quota is None else self.quota.max_priority
-        return 0 if most is None else max(0, most)
+        priority = asked if asked is not None else max(0, most or 0)
+        return priority + BACKGROUND * is_background
 
     @property
     def weight(self) -> int:

@@ -37,6 +37,7 @@ def decode_classify(body: dict[str, Any], context: Context) -> Work:
         top_k=fields.whole("top_k"),
         aggregation=fields.text("aggregation_strategy") or "",
         truncate=fields.switch("truncate"),
+        background=fields.is_flex(),
         **common_fields(fields, context),
     )
     fields.done()

@@ -76,6 +76,7 @@ def decode_embeddings(body: dict[str, Any], context: Context) -> Work:
         prompt_name=fields.text("prompt_name") or "",
         precision=_precision_of(fields),
         ranges=_ranges_of(fields),
+        background=fields.is_flex(),
         **common_fields(fields, context),
     )
     fields.done()
@@ -180,6 +181,7 @@ def decode_rerank(body: dict[str, Any], context: Context) -> Work:
         top_n=fields.whole("top_n"),
         raw_scores=fields.switch("raw_scores"),
         truncate=fields.switch("truncate"),
+        background=fields.is_flex(),
         **common_fields(fields, context),
     )
     fields.done()

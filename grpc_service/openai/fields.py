@@ -166,6 +166,12 @@ class Fields:
         shown = repr(value) if isinstance(value, (str, int, float)) else "set"
         raise Unsupported(f"{path} is {shown[:SHOWN_CHARS]}, which is not supported", field=path)
 
+    def is_flex(self) -> bool:
+        """Take ``service_tier``, and return whether it asks for background work: "flex", OpenAI's
+        word for a cheaper answer that may wait. Its other tiers change nothing."""
+        self.sent_as["background"] = "service_tier"
+        return self.text("service_tier") == "flex"
+
     def done(self) -> None:
         """Refuse what was not taken.
 

@@ -351,6 +351,7 @@ def _request_of(
         prompt=_prompt_of(fields),
         output=output,
         timeout_s=context.timeout_s,
+        background=fields.is_flex(),
         check=False,
         **prompt,
     )

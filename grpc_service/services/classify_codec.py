@@ -59,6 +59,7 @@ def decode_classify(
         aggregation=AGGREGATIONS.get(message.aggregation, ""),
         request_id=message.request_id,
         timeout_s=timeout_s,
+        background=message.background,
         check=False,
         **given(message, "top_k", "truncate", "priority"),
     )

@@ -72,6 +72,7 @@ def decode_embed(message: vectors_pb2.EmbedRequest, timeout_s: float | None = No
         else None,
         request_id=message.request_id,
         timeout_s=timeout_s,
+        background=message.background,
         check=False,
         **given(message, *OPTIONAL),
     )
@@ -139,6 +140,7 @@ def decode_rerank(
         documents=tuple(message.documents),
         request_id=message.request_id,
         timeout_s=timeout_s,
+        background=message.background,
         check=False,
         **given(message, "raw_scores", "truncate", "top_n", "priority"),
     )

@@ -70,6 +70,7 @@ def decode_generate(
         if message.HasField("resume_window")
         else None,
         reasoning=ReasoningOptions(**_set_fields(message.reasoning)),
+        background=message.background,
         check=False,
         **given(message, "text", "n", "priority"),
     )

@@ -25,7 +25,8 @@ class PoolMachine(RuleBasedStateMachine):
     order blocks were freed.
 
     ``free`` is the model's order of reuse: uncached blocks first (latest freed first), then cached
-    ones, least recently used first.
+    ones, least recently used first: those in ``background``, which only background work has used,
+    before others.
     """
 
     @initialize(num_blocks=st.integers(1, 12))
@@ -39,6 +40,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.reservation = None
         self.reserved = []
         self.next_key = 0
+        self.background = set()
 
     @precondition(lambda self: self.reservation is None)
     @rule()
@@ -57,16 +59,20 @@ class PoolMachine(RuleBasedStateMachine):
         del self.free[:count]
         for block in taken:
             self.key_of.pop(block, None)
+            self.background.discard(block)
             self.references[block] = 1
         self.reserved += taken
 
     @precondition(lambda self: self.reservation is not None and self.key_of)
-    @rule(data=st.data())
-    def share_a_match(self, data):
+    @rule(data=st.data(), is_background=st.booleans())
+    def share_a_match(self, data, is_background):
         block = data.draw(st.sampled_from(sorted(self.key_of)))
         matched = self.cache.match([self.key_of[block], b"unknown"])
         assert matched == (block,)
         self.pool.share(self.reservation, matched)
+        if not is_background:
+            self.pool.keep_longer(matched)
+            self.background.discard(block)
         if self.references[block] == 0:
             self.free.remove(block)
         self.references[block] += 1
@@ -113,14 +119,28 @@ class PoolMachine(RuleBasedStateMachine):
         self._model_release(table)
 
     @precondition(lambda self: any(self.tables))
-    @rule(data=st.data())
-    def publish(self, data):
+    @rule(data=st.data(), is_background=st.booleans())
+    def publish(self, data, is_background):
         held = sorted({block for table in self.tables for block in table})
         block = data.draw(st.sampled_from(held))
         self.next_key += 1
         key = str(self.next_key).encode()
-        self.cache.publish(key, block)
+        if self.cache.publish(key, block, is_background=is_background) and is_background:
+            self.background.add(block)
         self.key_of.setdefault(block, key)
+
+    @precondition(lambda self: any(self.tables) and self.key_of)
+    @rule(data=st.data())
+    def compute_again_what_is_published(self, data):
+        """Another request that is not background work has computed a block of a known key."""
+        block = data.draw(st.sampled_from(sorted(self.key_of)))
+        copy = data.draw(st.sampled_from(sorted({x for table in self.tables for x in table})))
+        assert not self.cache.publish(self.key_of[block], copy)
+        if block in self.background:
+            self.background.discard(block)
+            if not self.references[block]:
+                self.free.remove(block)
+                self.free.append(block)
 
     @rule()
     def release_of_a_free_block_is_a_bug(self):
@@ -138,12 +158,16 @@ class PoolMachine(RuleBasedStateMachine):
                 self.free.remove(block)
                 self.free.insert(0, block)
         self.key_of.clear()
+        self.background.clear()
 
     def _model_release(self, blocks):
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
-                if block in self.key_of:
+                if block in self.background:
+                    others = [x for x in self.free if x in self.key_of and x not in self.background]
+                    self.free.insert(len(self.free) - len(others), block)
+                elif block in self.key_of:
                     self.free.append(block)
                 else:
                     self.free.insert(0, block)

@@ -13,6 +13,7 @@ from engine.config import SchedulerConfig
 from engine.core.common.events import Pause, PauseMode, Resume, StepDone
 from engine.core.common.steps import FailureKind, RowFailure
 from engine.core.common.types import EndReason
+from engine.core.common.waiting_queue import BACKGROUND
 from engine.core.text.memory.prefix import extend_keys, root_key
 from engine.core.text.prompt_images import contents_of_blocks
 from engine.core.text.types import (
@@ -33,6 +34,8 @@ from tests.support.image_generation_driver import SIZES, ImageGenerationDriver
 BUFFERS = st.sampled_from([1, 2, 5, 1000])
 QUEUES = st.sampled_from([2, 20])
 PRIORITIES = st.integers(-1, 1)
+BACKGROUNDS = st.sampled_from([0, 0, BACKGROUND])
+CLASSED = st.builds(int.__add__, PRIORITIES, BACKGROUNDS)
 WEIGHTS = st.just([1]) | st.lists(st.sampled_from([1, 1, 3]), min_size=2, max_size=8)
 DELAYS = st.sampled_from([0.0, 0.015, 12.0])
 
@@ -271,6 +274,7 @@ class SchedulerMachine(Machine):
         drawn=st.sampled_from([(), [(2, 9, 5, b"a", True)], [(2, 9, 5, b"b", True)]]) | IMAGES,
         heard=st.sampled_from([(), (), ()]) | st.lists(st.integers(-2, 20), min_size=4, max_size=4),
         holder=st.integers(0, 7),
+        background=BACKGROUNDS,
     )
     def submit(
         self,
@@ -287,6 +291,7 @@ class SchedulerMachine(Machine):
         drawn,
         heard,
         holder,
+        background,
     ):
         holder %= len(self.weights)
         prompt, most = prefix + tuple(own), min(max_tokens, 96 - len(prefix) - len(own))
@@ -302,7 +307,7 @@ class SchedulerMachine(Machine):
             max_tokens=most,
             arrival=self.driver.now,
             n=n,
-            priority=priority,
+            priority=priority + background,
             sampling=Sampling(
                 temperature=0.0, seed=seed, prompt_logprobs=None if outputs else scored
             ),
@@ -451,7 +456,7 @@ TestEncodeScheduler = case_of(
         {"max_num_batched_tokens": st.integers(1, 60), "max_num_seqs": st.integers(1, 8)},
         {
             "lengths": st.lists(st.integers(1, 25) | st.just(Picture(4)), min_size=1, max_size=12),
-            "priority": PRIORITIES,
+            "priority": CLASSED,
             "holder": st.sampled_from(["", "", "a", "b", "c"]),
         },
         st.sampled_from([None, None, None, 0.0, 0.02, 10.0]),

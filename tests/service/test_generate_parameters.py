@@ -91,6 +91,7 @@ PARAMETERS = {
     "tool_argument_deltas": [UNSET, False, True],
     "progress": [UNSET, False, True],
     "priority": [UNSET, 0, -7],
+    "background": [UNSET, False, True],
     "request_id": [UNSET, "own"],
     "model": [UNSET, "llama"],
 }
@@ -132,7 +133,8 @@ NEUTRAL = {
 # answer, which `tests/service/test_progress.py` has.
 UNHEARD = {
     *("tool_argument_deltas", "progress"),
-    *("cache_salt", "bypass_prefix_cache", "priority", "request_id", "model", "speculation"),
+    *("cache_salt", "bypass_prefix_cache", "priority", "background", "request_id", "model"),
+    "speculation",
 }
 
 
@@ -250,7 +252,7 @@ def request_of(row):
         for name, names in (("sampling", SAMPLING), ("prompt", PROMPT), ("output", OUTPUT))
     }
     fields = {name: value for name, value in section.items() if value or name == "output"}
-    for name in ("n", "priority", "request_id", "model"):
+    for name in ("n", "priority", "background", "request_id", "model"):
         if row[name] is not None:
             fields[name] = row[name]
     if row["constraint"] is not None:

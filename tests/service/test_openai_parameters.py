@@ -162,7 +162,14 @@ def test_most_parameters_change_the_tokens(server):
         body = shared | BESIDE.get(name, {})
         if by_http(server, TEXT, body | {name: value}) == by_http(server, TEXT, body):
             same.append(name)
-    silent = {"priority", "speculation", "cache_salt", "bypass_prefix_cache", "prompt_logprobs"}
+    silent = {
+        "priority",
+        "service_tier",
+        "speculation",
+        "cache_salt",
+        "bypass_prefix_cache",
+        "prompt_logprobs",
+    }
     silent |= {"ignore_eos", "min_tokens", "add_special_tokens", "skip_special_tokens"}
     assert set(same) <= silent
 

@@ -7,6 +7,7 @@ from typing import Any
 from engine.core.common.events import OutputEvent, PauseMode, Submit
 from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.common.waiting_queue import BACKGROUND_FROM
 from engine.core.encode.types import Encoded, EncodePlan, EncodeRow, EncodeRowResult, InputKind
 from tests.simulator.kind_watch import KindWatch, Live
 from tests.simulator.share_watch import Leads
@@ -32,6 +33,11 @@ class LiveInputs(Live):
 def holder_of(live: LiveInputs) -> str:
     """Return the holder of a request."""
     return live.submit.request.holder
+
+
+def is_background(live: LiveInputs) -> bool:
+    """Return whether a request is background work."""
+    return live.submit.request.priority >= BACKGROUND_FROM
 
 
 def _cost_of(rows: Sequence[EncodeRow]) -> int:
@@ -144,6 +150,10 @@ class EncodeWatch(KindWatch[LiveInputs]):
         self.has_failed = self.has_failed and self.pause is PauseMode.KEEP
         # planning may have parked a request that has a row in the plan
         able = [live for live in before if free[live] and (live in taken or self._is_free(live))]
+        if others := [live for live in able if not is_background(live)]:
+            able = others
+            if any(map(is_background, taken)):
+                return f"background work goes before {others[0].name}"
         others = [live for live in able if live.kinds - {self.kind}]
         if self.step and self.kind is last and others:
             return f"{others[0].name} waits for a second step of another kind"

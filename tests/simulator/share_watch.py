@@ -96,7 +96,10 @@ class ShareWatch:
         weights = {live.request.holder: live.share.weight for live in lives}
         possible = [seq for seq in sequences.values() if not seq.has_ended]
         size = scheduler.config.block_size
-        waiting = {_holder(seq) for seq in possible if _could_run(seq, size)} | service.keys()
+        able = [seq for seq in possible if _could_run(seq, size)]
+        if not any(seq.live.is_background for seq, _ in rows):
+            able = [seq for seq in able if not seq.live.is_background]
+        waiting = {_holder(seq) for seq in able} | service.keys()
         waiting -= self._interrupted
         self._interrupted = set()
         wrong = self._leads.note(service, weights, waiting, self._largest_of(possible))

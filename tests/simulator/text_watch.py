@@ -13,6 +13,7 @@ from engine.core.common.types import SequenceId
 from engine.core.text.plan import StepPlan
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Preempted, PromptImage
+from tests.simulator.background import BackgroundWatch
 from tests.simulator.guest_watch import GuestWatch
 from tests.simulator.pace_watch import PaceWatch
 from tests.simulator.share_watch import ShareWatch
@@ -42,10 +43,12 @@ class TextWatch:
         self._pace = PaceWatch(scheduler.config, scheduler._times)
         self._guests = GuestWatch()
         self._shares = ShareWatch(scheduler)
+        self._background = BackgroundWatch(scheduler)
 
     def applied(self, event: InputEvent, events: list[OutputEvent], now: float) -> str:
         """Take note of an input. `tests.simulator.watch` judges the events."""
         self._shares.applied()
+        self._background.applied()
         match event:
             case Pause(mode):
                 self.pause = mode
@@ -61,6 +64,8 @@ class TextWatch:
         """Judge a plan, None if there is nothing to compute."""
         if lost := gave_way_for_nobody(plan, events):
             return f"{lost} gave way for nobody"
+        if wrong := self._background.planned(plan, now, self.pause):
+            return wrong
         if plan is None:
             return ""
         return (

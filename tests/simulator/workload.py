@@ -14,6 +14,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
 from tests.simulator import (
     adapters,
+    background,
     counting,
     pool_faults,
     progress,
@@ -64,6 +65,7 @@ FAULTS = (
     states.FAULT,
     thinking.FAULT,
     progress.FAULT,
+    background.FAULT,
     counting.FAULT,
 )
 SHARES = {  # share of worlds with each of these faults, which end a world early or hide others
@@ -75,7 +77,7 @@ SHARES = {  # share of worlds with each of these faults, which end a world early
 }
 # The faults that the world's own generator draws. The others are drawn separately, except the last,
 # counting, which a world has only if ``faults`` names it.
-DRAWN = FAULTS[:-9]
+DRAWN = FAULTS[:-10]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -140,6 +142,8 @@ def draw_world(
         drawn |= {thinking.FAULT}
     if progress.is_drawn(seed):
         drawn |= {progress.FAULT}
+    if background.is_drawn(seed):
+        drawn |= {background.FAULT}
     active = drawn if faults is None else faults
     block_size = rng.choice([1, 4, 16])
     least = -(-MAX_MODEL_LEN // block_size)
@@ -187,6 +191,8 @@ def draw_world(
         clients = thinking.bound(seed, clients)
     if progress.FAULT in active:
         clients = progress.ask(seed, clients)
+    if background.FAULT in active:
+        clients = background.ask(seed, clients)
     beside: Any = counting if counting.FAULT in active else drawings
     if beside.FAULT in active:
         config = drawings.add(seed, config, beside.MODEL)

@@ -74,7 +74,7 @@ MESSAGES = {
         model:string input/text:string input/token_ids:TokenIds input/chat:Chat
         sampling:SamplingParams n:uint32? priority:int32? request_id:string
         constraint:Constraint prompt:PromptOptions output:OutputOptions
-        continuation:Continuation resume_window:Duration reasoning:Reasoning
+        continuation:Continuation resume_window:Duration reasoning:Reasoning background:bool
     """,
     "AttachRequest": "request_id:string attach_token:string received:ReceivedChoice*",
     "ReceivedChoice": "tokens:uint32 finished:bool",
@@ -148,7 +148,7 @@ MESSAGES = {
     "EmbedRequest": """
         model:string inputs:EmbedInput* dimensions:uint32? normalize:bool? prompt_name:string
         truncate:bool? request_id:string priority:int32? precision:Precision ranges:VectorRanges
-        kind:VectorKind top_k:uint32? threshold:float?
+        kind:VectorKind top_k:uint32? threshold:float? background:bool
     """,
     "SparseVector": "indices:uint32* weights:float*",
     "VectorRanges": "low:float* high:float*",
@@ -163,12 +163,13 @@ MESSAGES = {
     "InputError": "index:uint32 reason:string message:string",
     "RerankRequest": """
         model:string query:string documents:string* raw_scores:bool? truncate:bool?
-        top_n:uint32? request_id:string priority:int32?
+        top_n:uint32? request_id:string priority:int32? background:bool
     """,
     "RerankResponse": "index:uint32 score:double",
     "ClassifyRequest": """
         model:string inputs:ClassifyInput* activation:Activation top_k:uint32?
         aggregation:Aggregation truncate:bool? request_id:string priority:int32?
+        background:bool
     """,
     "ClassifyInput": "input/text:string input/token_ids:TokenIds input/pair:TextPair",
     "TextPair": "text:string text_pair:string",

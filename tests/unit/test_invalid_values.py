@@ -143,6 +143,7 @@ ONLY_THE_MODEL_KNOWS = {
 }
 ANY_VALUE = {
     "priority",  # every int32 is valid
+    "background",
     "sampling.top_k",  # 0 turns it off, and more than the vocabulary means all
     "sampling.seed",
     "sampling.ignore_eos",

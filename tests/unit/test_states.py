@@ -32,6 +32,8 @@ def test_a_chunk_ends_at_a_border_where_a_state_may_be_needed(end, start, stop, 
 class Holder:
     """Stands in for a sequence: its state slot."""
 
+    is_background = False
+
     def __init__(self):
         self.state_slot = None
 

@@ -38,6 +38,7 @@ from engine.core.common.events import (
 from engine.core.common.live_requests import LiveRequests, LiveT
 from engine.core.common.rate import RecentRate
 from engine.core.common.types import EndReason, PlanId
+from engine.core.common.waiting_queue import BACKGROUND_FROM
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
@@ -211,7 +212,11 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
             refusals.duplicate_or_paused(request.request_id, self._requests, self._pause)
             or self._misfit(request, credit)
             or refusals.queue_full(
-                self.config, self._queued(), request, self._rate.tokens_per_s, self.token_word
+                self.config,
+                self._queued(request),
+                request,
+                self._rate.tokens_per_s,
+                self.token_word,
             )
             or self._infeasible(request, now)
         )
@@ -223,9 +228,10 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
 
     # ---- what a kind adds
 
-    def _queued(self) -> tuple[int, int]:
-        """Return how many requests and tokens the queue holds before a new one."""
-        return len(self._waiting), self._waiting.num_tokens
+    def _queued(self, request: RequestT) -> tuple[int, int]:
+        """Return how many requests and tokens the queue holds that count for a new one: background
+        work leaves the queue to the others."""
+        return self._waiting.size_of(background=request.priority >= BACKGROUND_FROM)
 
     def _misfit(self, request: RequestT, credit: Credit) -> TrioletError | None:
         """Return the error of a request that can never be computed here, or None."""

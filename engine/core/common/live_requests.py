@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from engine.core.common.events import PauseMode, RequestT
 from engine.core.common.types import CoreStatistics
-from engine.core.common.waiting_queue import WaitingQueue
+from engine.core.common.waiting_queue import BACKGROUND_FROM, WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -56,6 +56,11 @@ class LiveRequest(ABC, Generic[RequestT]):
     @abstractmethod
     def has_begun(self) -> bool:
         """Whether the worker knows of the request, because a step with a row of it has begun."""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the request is computed only while nothing else is to be."""
+        return self.request.priority >= BACKGROUND_FROM
 
     def is_late(self, now: float) -> bool:
         """Return whether the deadline has passed; the request is then about to be cancelled."""

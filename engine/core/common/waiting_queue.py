@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = "tuple[float, ...]"
 
+# What is added to the priority of a background request: a level that no other request has, however
+# long it waits. Seconds times levels of a clock fit in between.
+BACKGROUND = 2**40
+BACKGROUND_FROM = BACKGROUND // 2  # the least level of background work, aged or not
+
 
 class Queued(Protocol):
     """An item of the queue: a request, or a part of a request that starts by itself.
@@ -95,6 +100,23 @@ class WaitingQueue(Generic[QueuedT]):
         """Return the place of an item in the queue; the first has 1."""
         return 1 + bisect_left(self.items, item.waiting_key, key=_waiting_key)
 
+    @property
+    def num_background(self) -> int:
+        """Number of items of background requests; they are the last ones."""
+        items = self.items
+        if not items or items[-1].waiting_key[0] < BACKGROUND_FROM:
+            return 0
+        return len(items) - bisect_left(items, float(BACKGROUND_FROM), key=_level)
+
+    def size_of(self, *, background: bool) -> tuple[int, int]:
+        """Return how many items of background requests, or of others, wait, and their tokens."""
+        if not (number := self.num_background):
+            return (0, 0) if background else (len(self.items), self.num_tokens)
+        tokens = sum([item.queued_tokens for item in self.items[-number:]])
+        if background:
+            return number, tokens
+        return len(self.items) - number, self.num_tokens - tokens
+
     def check(self) -> None:
         """Check the order and the count of tokens.
 
@@ -107,3 +129,7 @@ class WaitingQueue(Generic[QueuedT]):
 
 def _waiting_key(item: Queued) -> Key:
     return item.waiting_key
+
+
+def _level(item: Queued) -> float:
+    return item.waiting_key[0]

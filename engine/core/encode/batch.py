@@ -6,11 +6,12 @@ whatever the length of its input, so that no request starves. Rule 2: an input i
 message slot of its request's stream. A request without free slots is left out, and no other request
 waits for it. Rule 3: a step has inputs of one kind. Where texts and images wait, they take turns,
 so that either waits for one step of the other at most; rule 1 holds among the inputs of the kind
-whose turn it is.
+whose turn it is. Rule 4: a step has background work only if nothing else that waits can go on.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ class BatchBuilder:
     def build(self) -> None:
         """Choose the inputs and reserve a message slot for each. Remove requests that have no
         inputs left from the queue."""
-        for kind in self._kinds():
-            for live in self._waiting.in_order(self._now):
+        others, background = self._waiting.by_class(self._now)
+        for lives, kind in product((others, background), self._kinds()):
+            for live in lives:
                 if kind in live.left and self._may_go_on(live) and not self._take(live, kind):
                     break
             if self.chosen:

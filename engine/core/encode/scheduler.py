@@ -126,8 +126,12 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
     def _next_suspect(self, now: float) -> tuple[LiveEncode, int] | None:
         """Return the next row of a failed step that can run alone, with its message slot reserved.
         A row whose stream has no slot is left to a later batch."""
-        while self._suspects:
+        others, _ = self._inputs.by_class(now)
+        for _ in range(len(self._suspects)):
             live, index = self._suspects.popleft()
+            if others and live.is_background:
+                self._suspects.append((live, index))
+                continue
             if live.is_ended or not live.is_left(index) or live.is_late(now):
                 continue
             if not live.credit.try_reserve():

@@ -47,6 +47,16 @@ class WaitingInputs:
             return sorted(order, key=lambda live: live.share.counter)
         return order
 
+    def by_class(self, now: float) -> tuple[list[LiveEncode], list[LiveEncode]]:
+        """Return the requests in the queue as `in_order`, those of background work apart."""
+        order = self.in_order(now)
+        if not self.queue.num_background:
+            return order, []
+        return (
+            [live for live in order if not live.is_background],
+            [live for live in order if live.is_background],
+        )
+
     def take(self, live: LiveEncode, index: int) -> None:
         """Move an input of a request into a step. The caller must `remove` a request that has no
         inputs left, but not while it iterates over the queue."""

@@ -10,9 +10,11 @@ sequence's prefix-cache keys are computed here when first needed, and the sequen
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from engine.core.common.waiting_queue import BACKGROUND_FROM
 from engine.core.text.lifecycle import State
 from engine.core.text.memory.blocks import blocks_for
 from engine.core.text.plan import SCORED_TOKENS_MAX
@@ -66,7 +68,7 @@ def _will_be_pending(
     key, end = next_key(ledger, seq, matched), (len(matched) + 1) * size
     if key is None:
         return False
-    for other in ledger.running:
+    for other in _counted(ledger, seq):
         # a token that a step in flight samples is not known yet, so its block has no key
         known = min(other.num_known, other.num_computed + prompt_limit)
         if (
@@ -111,6 +113,20 @@ def still_needs(ledger: Ledger, seq: Sequence, *, with_next: bool = False) -> in
     return max(0, blocks_for(length, size) + copies - len(seq.blocks))
 
 
+def others_running(ledger: Ledger) -> list[Sequence]:
+    """Return the running sequences that are not background work, in rank order."""
+    end = bisect_left(ledger.running, BACKGROUND_FROM, key=lambda seq: seq.rank[0])
+    return ledger.running[:end]
+
+
+def _counted(ledger: Ledger, first: Sequence) -> list[Sequence]:
+    """Return the running sequences that go on beside ``first``: background work does not beside
+    others."""
+    if not ledger.num_background or first.is_background:
+        return ledger.running
+    return others_running(ledger)
+
+
 def _promised(ledger: Ledger, first: Sequence) -> int:
     """Return how many blocks the running sequences still need beside ``first``. Where no step is in
     flight, the number is the same before their rows are planned and after. A sequence before
@@ -118,7 +134,7 @@ def _promised(ledger: Ledger, first: Sequence) -> int:
     sequence can wait for the block of its next token."""
     size, needed = ledger.config.block_size, 0
     # This runs for each sequence that may start, so sequences with all their blocks are skipped.
-    for seq in ledger.running:
+    for seq in _counted(ledger, first):
         may_fork = not seq.output and len(seq.live.sequences) > 1
         if may_fork or len(seq.blocks) * size <= seq.num_tokens:
             needed += still_needs(ledger, seq, with_next=seq.rank < first.rank)
@@ -197,12 +213,14 @@ def _by_share(
     in which they do: each time the last one of the holder that has the most for its weight, as long
     as it then still has as much as ``seq``'s holder will have with ``num_new`` blocks, or seats,
     more. So what was given up is never taken back in the same way, and no holder's last one gives
-    way.
+    way. Background work and the rest are apart.
     """
     size = ledger.seats_of if of_seats else (lambda other: len(other.blocks))
     held: Counter[Share] = Counter()
+    running = [other for other in running if other.is_background == seq.is_background]
     for other in ledger.running:
-        held[other.live.share] += size(other)
+        if other.is_background == seq.is_background:
+            held[other.live.share] += size(other)
     own = seq.live.share
     after = (held[own] + num_new) / own.weight
     left: dict[Share, list[Sequence]] = {}
@@ -255,11 +273,14 @@ def _first_of(ledger: Ledger, order: list[Sequence], count: int) -> list[Sequenc
 
 
 def _among_holders(order: list[Sequence], others: list[Sequence], seq: Sequence) -> list[Sequence]:
-    """Return who gives way to ``seq`` among several holders: of ``order`` the parked sequences,
-    then the ``others``, then those of ``order`` that are of its own holder."""
+    """Return who gives way to ``seq`` among several holders: of ``order`` the parked sequences and,
+    if ``seq`` is none, background work; then the ``others``, then those of ``order`` that are of
+    its own holder."""
     parked = [other for other in order if other.state is not State.RUNNING]
-    own = [x for x in order if x.state is State.RUNNING and x.live.share is seq.live.share]
-    return [*parked, *others, *own]
+    left = [other for other in order if other.state is State.RUNNING]
+    behind = [other for other in left if other.is_background > seq.is_background]
+    own = [x for x in left if x.live.share is seq.live.share and x not in behind]
+    return [*parked, *behind, *others, *own]
 
 
 def victims_for_first(
@@ -318,13 +339,15 @@ def victims_for_first(
         lacking -= _frees(ledger, victim, released, but=shared)
         over -= ledger.seats_of(victim)
         if victim.state is State.RUNNING:
-            lacking -= still_needs(ledger, victim)
+            if victim.is_background == first.is_background:  # else it was not counted
+                lacking -= still_needs(ledger, victim)
             seats_over -= ledger.seats_of(victim)
     is_free = max(lacking, seats_over, over) <= 0
     if not is_free:
         return []
     before = set(let_in[: let_in.index(first.live.share) + 1]) if let_in else None
-    return victims if _has_tokens_left(ledger, victims, prompt_limit, before) else []
+    is_left = _has_tokens_left(ledger, victims, prompt_limit, before, first=first)
+    return victims if is_left else []
 
 
 def _has_tokens_left(
@@ -332,12 +355,14 @@ def _has_tokens_left(
     victims: list[Sequence],
     prompt_limit: int,
     before: Collection[Share] | None = None,
+    *,
+    first: Sequence | None = None,
 ) -> bool:
     """Return whether the running prompts leave some of the step's tokens once the victims are gone.
     If no tokens are left, it is too early to preempt. Only prompts of the holders ``before``, which
     the step computes first, count; None: all of them."""
     room, wanted, score_left = ledger.config.max_num_batched_tokens, 0, SCORED_TOKENS_MAX
-    for seq in ledger.running:
+    for seq in ledger.running if first is None else _counted(ledger, first):
         if seq in victims or (before is not None and seq.live.share not in before):
             continue
         count = seq.num_tokens - seq.num_computed

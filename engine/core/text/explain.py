@@ -140,8 +140,12 @@ class Explainer:
             return self._guests.reason(seq.live, now) if seq.live.is_guest else NOT_READ
         if seq.state is State.ENDING:
             return "the step in flight, which still uses its blocks"
+        if seq.state is State.RUNNING and seq.in_step:
+            return ""
+        if seq.is_background and self._ledger.background_gives_way():
+            return "the others: it is background work"
         if seq.state is State.RUNNING:
-            if not steps or seq.in_step:
+            if not steps:
                 return ""
             if self._ledger.shares.is_contested:
                 return "its turn: other holders have had less of the machine, or its prompt no room"

@@ -61,6 +61,7 @@ class Ledger:
         self.parked = Parked(unread)
         self.released: list[SequenceId] = []  # ended sequences that the next plan releases
         self.num_seats = 0
+        self.num_background = 0  # live background requests
         self.shares = Shares()
         self._next_id = 1
 
@@ -74,6 +75,7 @@ class Ledger:
         for choice in request.choices:
             live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, since))
             self._next_id += 1
+        self.num_background += live.is_background
         for seq in live.sequences:
             if not seq.is_attached:
                 self.waiting.add(seq, now)
@@ -182,6 +184,7 @@ class Ledger:
         live = seq.live
         if all(other.state is State.FINISHED for other in live.sequences):
             del self.requests[live.request.request_id]
+            self.num_background -= seq.is_background
             self.shares.leave(live.share)
             live.sequences.clear()  # a reference cycle would keep the sequences in memory
 
@@ -220,7 +223,9 @@ class Ledger:
             return
         keys, observer = self.keys.extend(seq, end), self.cache.observer
         for index in range(first, last):
-            is_new = self.cache.publish(keys[index], seq.blocks[index])
+            is_new = self.cache.publish(
+                keys[index], seq.blocks[index], is_background=seq.is_background
+            )
             if is_new and observer is not None and self.keys.is_plain(seq):
                 parent = keys[index - 1] if index else None
                 observer.stored(keys[index], parent, seq.tokens(index * size, (index + 1) * size))
@@ -241,6 +246,17 @@ class Ledger:
     def seats_over(self, seq: Sequence) -> int:
         """Return how many seats are lacking for the sequence to run, too; 0 or less if none are."""
         return self.num_seats + self.seats_of(seq) - self.config.max_num_seqs
+
+    # ---- background work
+
+    def background_gives_way(self) -> bool:
+        """Return whether there is background work, and another sequence runs or waits."""
+        if not self.num_background:
+            return False
+        running, waiting = self.running, self.waiting.items
+        return bool(
+            (running and not running[0].is_background) or (waiting and not waiting[0].is_background)
+        )
 
     def _leave_running(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -282,6 +298,8 @@ class Ledger:
             for seq in self.live_sequences()
             if seq.state in (State.RUNNING, State.WAITING) and not seq.is_attached
         )
+        background = [x for x in self.requests.values() if x.is_background]
+        assert self.num_background == len(background)
         self.shares.check(active, Counter(x.request.holder for x in self.requests.values()))
         for seq in self.live_sequences():
             self._check_sequence(seq)

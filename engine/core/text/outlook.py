@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
 from engine.core.common.prompts import PromptState
+from engine.core.text import admission
 from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:
@@ -73,18 +74,21 @@ class Outlook:
             return None
         own, ahead = seq.live.share, [seq]
         beside: list[Sequence] = []
+        gives_way = not seq.is_background and ledger.background_gives_way()
+        running = admission.others_running(ledger) if gives_way else ledger.running
         if not start_s:
-            ahead += [other for other in ledger.running if waits or other.rank < seq.rank]
+            ahead += [other for other in running if waits or other.rank < seq.rank]
             if waits:
                 ahead += ledger.waiting.items[: ledger.waiting.position_of(seq) - 1]
             if ledger.shares.is_contested:
                 ahead = [other for other in ahead if other.live.share is own]
-                both = (*ledger.running, *ledger.waiting.items)
+                both = (*running, *ledger.waiting.items)
                 beside = [other for other in both if other.live.share is not own]
+                beside = [x for x in beside if x.is_background <= seq.is_background]
         num_tokens, num_pairs = _left(ahead, starts)
         others_tokens, others_pairs = _beside(beside, starts, num_tokens / own.weight)
         num_tokens, num_pairs = num_tokens + others_tokens, num_pairs + others_pairs
-        decodes = sum([1 for other in ledger.running if other.has_sampled])
+        decodes = sum([1 for other in running if other.has_sampled])
         chunk = self._prompt_limit(decodes)
         seconds = self._times.pace.seconds(num_tokens, num_pairs, chunk)
         if seconds is None:

@@ -66,10 +66,14 @@ class Recovery:
             self.suspects.extend(live)
 
     def next_suspect(self) -> Sequence | None:
-        """Return the next sequence to run alone: one of a failed step that can still run."""
-        while self.suspects:
+        """Return the next sequence to run alone: one of a failed step that can still run, but none
+        of background work while that gives way."""
+        gives_way = self._ledger.background_gives_way()
+        for _ in range(len(self.suspects)):
             seq = self.suspects.popleft()
-            if seq.state is State.RUNNING or (seq.state is State.WAITING and not seq.is_attached):
+            if gives_way and seq.is_background:
+                self.suspects.append(seq)
+            elif seq.state is State.RUNNING or (seq.state is State.WAITING and not seq.is_attached):
                 return seq
         return None
 

@@ -18,6 +18,8 @@ from engine.core.common.events import PauseMode
 from engine.core.common.live_requests import Places
 from engine.core.common.step_budget import StepBudget
 from engine.core.common.steps import FailureKind
+from engine.core.common.waiting_queue import BACKGROUND_FROM
+from engine.core.text import admission
 from engine.core.text.commit import Committer
 from engine.core.text.drafting.drafts import Drafts
 from engine.core.text.endings import Endings
@@ -133,6 +135,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
             self._pause is not None
             or self._recovery.suspects
             or (self._prepared.started and any(seq.is_late(now) for seq in self._prepared.started))
+            or (self._prepared.sequences[0].is_background and self._ledger.background_gives_way())
         ):
             self._discard_prepared(now)
         step, self._prepared = self._prepared, None
@@ -152,11 +155,23 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
             if step is not None:
                 return step
         # Under WAIT, a sequence that has begun goes on to its end, even after a preemption.
-        return self._builder(now, only_begun=self._pause is PauseMode.WAIT).build()
+        only_begun = self._pause is PauseMode.WAIT
+        step = self._builder(now, only_begun=only_begun).build()
+        if step is None and self._ledger.num_background:
+            # Planning may have parked the first of the others, which held up those behind it. If
+            # none of them can be computed, background work may.
+            step = self._builder(now, only_begun=only_begun).build()
+            if step is None:
+                return self._builder(now, only_begun=only_begun, but_background=False).build()
+        return step
 
-    def _builder(self, now: float, *, only_begun: bool = False) -> StepBuilder:
+    def _builder(
+        self, now: float, *, only_begun: bool = False, but_background: bool | None = None
+    ) -> StepBuilder:
         """Return a builder for one step. The budget of its prompt tokens is halved by running out
-        of memory (D17)."""
+        of memory (D17). ``but_background`` None: background work gives way to what is there."""
+        if but_background is None:
+            but_background = self._ledger.background_gives_way()
         if self._shares.is_contested:
             return SharedStepBuilder(
                 self._ledger,
@@ -165,14 +180,23 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
                 self._prompt_limit,
                 self._note_preemption,
                 only_begun=only_begun,
+                but_background=but_background,
             )
         return StepBuilder(
-            self._ledger, now, self._prompt_limit, self._note_preemption, only_begun=only_begun
+            self._ledger,
+            now,
+            self._prompt_limit,
+            self._note_preemption,
+            only_begun=only_begun,
+            but_background=but_background,
         )
 
     def _prompt_limit(self, num_decodes: int) -> int:
         """Return how many prompt tokens a step may have beside ``num_decodes`` decodes (D4)."""
         num_sequences = len(self._ledger.running) + len(self._waiting)
+        if self._ledger.background_gives_way():
+            num_sequences = len(admission.others_running(self._ledger)) + len(self._waiting)
+            num_sequences -= self._waiting.num_background
         num_sequences = min(num_sequences, self.config.max_num_seqs)
         return self._times.prompt_tokens(self._budget.tokens, num_sequences, num_decodes)
 
@@ -185,10 +209,12 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     def _misfit(self, request: Request, credit: Credit) -> TrioletError | None:
         return self._intake.misfit(request, credit.capacity)
 
-    def _queued(self) -> tuple[int, int]:
-        guests = self._guests.waiting()  # guests in the queue, which the next plan may park
-        tokens = sum([seq.num_tokens for seq in guests])
-        return len(self._waiting) - len(guests), self._waiting.num_tokens - tokens
+    def _queued(self, request: Request) -> tuple[int, int]:
+        is_background = request.priority >= BACKGROUND_FROM
+        # guests in the queue, which the next plan may park
+        guests = [x for x in self._guests.waiting() if x.is_background == is_background]
+        num_waiting, num_tokens = super()._queued(request)
+        return num_waiting - len(guests), num_tokens - sum([seq.num_tokens for seq in guests])
 
     def _infeasible(self, request: Request, now: float) -> TrioletError | None:
         return self._intake.infeasible(request, now)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engine.core.common.live_requests import LiveRequest
 from engine.core.common.phases import Phase
 from engine.core.common.types import BlockId, SequenceId, Timings, Usage
-from engine.core.common.waiting_queue import aged_priority
+from engine.core.common.waiting_queue import BACKGROUND_FROM, aged_priority
 from engine.core.text.drafting.draft_counts import counts_of
 from engine.core.text.lifecycle import Event, State, advance
 
@@ -129,6 +129,11 @@ class Sequence:
             f"<Sequence {self.sequence_id} {self.state.value} "
             f"{self.num_computed}/{self.num_tokens} in {len(self.blocks)} blocks>"
         )
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the request is computed only while nothing else is to be."""
+        return self.rank[0] >= BACKGROUND_FROM
 
     @property
     def has_sampled(self) -> bool:

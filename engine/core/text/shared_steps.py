@@ -34,7 +34,7 @@ class SharedStepBuilder(StepBuilder):
     `StepBuilder`."""
 
     __slots__ = (
-        "_computable",
+        "_able",
         "_is_by_rank",
         "_let_in",
         "_running",
@@ -52,15 +52,23 @@ class SharedStepBuilder(StepBuilder):
         on_preempt: Callable[[Sequence], None],
         *,
         only_begun: bool = False,
+        but_background: bool = False,
     ) -> None:
-        super().__init__(ledger, now, prompt_limit, on_preempt, only_begun=only_begun)
+        super().__init__(
+            ledger,
+            now,
+            prompt_limit,
+            on_preempt,
+            only_begun=only_begun,
+            but_background=but_background,
+        )
         self._times = times
         self._let_in: list[Share] = []
-        self._computable: list[Sequence] = []  # the running sequences of those holders
+        self._able = self._beside  # the running sequences of all holders that the step may have
         self._share: Share | None = None  # of the holder whose sequences may start now
         self._is_by_rank = False  # whether the oldest takes memory from anybody
         # Each holder's sequences in their order, so that a holder's turn costs no look at others'.
-        self._running = _by_holder(ledger.running)
+        self._running = _by_holder(self._able)
         self._waiting: dict[Share, list[Sequence]] | None = None  # None: not looked up yet
 
     def build(self) -> PlannedStep | None:
@@ -79,7 +87,10 @@ class SharedStepBuilder(StepBuilder):
         """Plan the rows of the holders that are let in, the one that is furthest behind first, and
         of others only as long as the step is empty."""
         ledger = self._ledger
-        order = ledger.shares.in_order()
+        active = order = ledger.shares.in_order()
+        if self._but_background:
+            able = {*self._running, *(seq.live.share for seq in super()._queue())}
+            order = [share for share in active if share in able]
         if not order:
             return
         self._let(self._behind(order))
@@ -95,16 +106,18 @@ class SharedStepBuilder(StepBuilder):
         if not self._step.rows and self._lacked_blocks and self._may_preempt:
             self._is_by_rank = True
             self._let(order)
-            self._plan_all_running(ledger.running.copy())
+            self._plan_all_running(self._able.copy())
         if self._step.rows:
             computed = {seq.live.share for seq in self._step.sequences}
-            self._step.passed = list(takewhile(lambda share: share not in computed, order))
+            self._step.passed = list(takewhile(lambda share: share not in computed, active))
 
     def _behind(self, order: list[Share]) -> list[Share]:
         """Return the least holder, and those that it would overtake by a step of its own."""
         first = order[0]
         running = self._running.get(first, [])
         waiting = [seq for seq in self._ledger.waiting.items if seq.live.share is first]
+        if self._but_background:
+            waiting = [seq for seq in waiting if not seq.is_background]
         room = self._prompt_limit(count_decodes(running))
         alone_s = price_alone(self._times, [*running, *waiting], room)
         most = first.counter + alone_s / first.weight
@@ -114,7 +127,7 @@ class SharedStepBuilder(StepBuilder):
         """Let these holders in, and no others."""
         self._let_in = shares
         own = [seq for share in shares for seq in self._running.get(share, ())]
-        self._computable = [seq for seq in own if seq.state is State.RUNNING]
+        self._beside = [seq for seq in own if seq.state is State.RUNNING]
         self._chunk_left = None
 
     def _plan_let_in(self, *, may_start: bool) -> bool:
@@ -145,10 +158,6 @@ class SharedStepBuilder(StepBuilder):
         return False
 
     # ---- what is a holder's
-
-    @property
-    def _beside(self) -> list[Sequence]:
-        return self._computable
 
     def _queue(self) -> list[Sequence]:
         if self._waiting is None:

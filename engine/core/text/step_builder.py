@@ -37,10 +37,13 @@ class StepBuilder:
 
     ``prompt_limit`` returns how many prompt tokens a step may have beside a number of decodes.
     ``on_preempt`` is called with every running sequence that lost its blocks. With ``only_begun``,
-    no waiting sequence starts that has never been in a step.
+    no waiting sequence starts that has never been in a step. With ``but_background``, the step has
+    no background work.
     """
 
     __slots__ = (
+        "_beside",
+        "_but_background",
         "_chunk_left",
         "_executing_keys",
         "_has_chunk",
@@ -65,8 +68,12 @@ class StepBuilder:
         on_preempt: Callable[[Sequence], None],
         *,
         only_begun: bool = False,
+        but_background: bool = False,
     ) -> None:
         self._ledger = ledger
+        self._but_background = but_background
+        # the running sequences that the step may have
+        self._beside = admission.others_running(ledger) if but_background else ledger.running
         self._size = ledger.config.block_size
         self._now = now
         self._prompt_limit = prompt_limit
@@ -88,7 +95,7 @@ class StepBuilder:
         may_start = bool(self._ledger.waiting.items)
         if may_start:
             self._make_room_for_first()
-        self._plan_all_running(self._ledger.running.copy())
+        self._plan_all_running(self._beside.copy())
         if may_start:
             self._start_waiting()
         return self._finish()
@@ -113,7 +120,7 @@ class StepBuilder:
         if self._ledger.waiting.items and self._victims_for_first():
             self._lacked_blocks = True
         else:
-            self._plan_all_running(self._ledger.running.copy())
+            self._plan_all_running(self._beside.copy())
             if self._ledger.waiting.items and not self._lacked_blocks:
                 self._start_waiting()
         return self._finish()
@@ -126,11 +133,6 @@ class StepBuilder:
         return None
 
     # ---- the step's token budget
-
-    @property
-    def _beside(self) -> list[Sequence]:
-        """The running sequences that the step may have."""
-        return self._ledger.running
 
     def _chunk_room(self) -> int:
         """Return how many prompt tokens this step can still take beside its decodes."""
@@ -327,7 +329,10 @@ class StepBuilder:
 
     def _queue(self) -> list[Sequence]:
         """Return the waiting sequences that may start, the first one first."""
-        order = self._ledger.waiting.in_order(self._now)
+        waiting = self._ledger.waiting
+        order = waiting.in_order(self._now)
+        if self._but_background:
+            order = order[: len(order) - waiting.num_background]
         return [seq for seq in order if seq.is_known_to_worker] if self._only_begun else order
 
     def _first_waiting(self) -> Sequence | None:
@@ -406,6 +411,8 @@ class StepBuilder:
             seq.num_computed = 0
             return
         ledger.pool.share(step.reservation, matched)
+        if not seq.is_background:
+            ledger.pool.keep_longer(matched)
         seq.blocks = list(matched)
         state = None
         if step.states is not None:

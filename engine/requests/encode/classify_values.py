@@ -48,6 +48,7 @@ class ClassifyRequest(CheckedFields):
     request_id: str = ""
     priority: int | None = None
     timeout_s: float | None = None
+    background: bool = False
     check: InitVar[bool] = True
 
     @property

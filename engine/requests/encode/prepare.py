@@ -101,7 +101,9 @@ class InputPreparer:
             inputs=_in_order(request, tokenized, images),
             arrival=assignment.arrival,
             options=_options_of(request, info),
-            priority=assignment.origin.priority_of(request.priority),
+            priority=assignment.origin.priority_of(
+                request.priority, is_background=request.background
+            ),
             deadline=assignment.deadline,
             holder=assignment.origin.holder,
             weight=assignment.origin.weight,

@@ -71,6 +71,7 @@ class EmbedRequest(CheckedFields):
     request_id: str = ""
     priority: int | None = None
     timeout_s: float | None = None
+    background: bool = False
     check: InitVar[bool] = True
 
     @property
@@ -234,6 +235,7 @@ class RerankRequest(CheckedFields):
     request_id: str = ""
     priority: int | None = None
     timeout_s: float | None = None
+    background: bool = False
     check: InitVar[bool] = True
 
     @property

@@ -133,7 +133,9 @@ class TextPreparer:
             stops=stops,
             arrival=assignment.arrival,
             n=request.n or 1,
-            priority=assignment.origin.priority_of(request.priority),
+            priority=assignment.origin.priority_of(
+                request.priority, is_background=request.background
+            ),
             deadline=assignment.deadline,
             constraint=constraint,
             cache_salt=_salt_of(assignment.cache_owner, request.prompt.cache_salt),

@@ -207,7 +207,8 @@ class GenerateRequest(CheckedFields):
     ``timeout_s`` is the time left until the client's deadline, None without a deadline. The
     engine makes an id for a request whose ``request_id`` is empty. With a ``continuation`` the
     stream has only the events after it. ``resume_window_s`` is for gRPC's clients: how many seconds
-    the request waits for a client that has lost its connection.
+    the request waits for a client that has lost its connection. ``background``: the request is
+    computed only while its replica has no other to compute.
 
     Raises:
         InvalidRequest: a field is out of range, unless ``check`` is False; as `validate`.
@@ -238,6 +239,7 @@ class GenerateRequest(CheckedFields):
     continuation: Continuation | None = None
     resume_window_s: float | None = None
     reasoning: ReasoningOptions = field(default_factory=ReasoningOptions)
+    background: bool = False
     check: InitVar[bool] = True
 
     @property

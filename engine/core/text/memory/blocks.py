@@ -2,7 +2,8 @@
 
 Rule 1: this file alone changes a reference count. Rule 2: a block is in the free list exactly when
 no sequence holds it. A free block may still carry a cached prefix; the free list's order, least
-recently used first, is the cache's eviction order (D5).
+recently used first, is the cache's eviction order (D5). Rule 3: free blocks whose prefixes only
+background work has used are in a list of their own, which is reused before the other cached ones.
 
 Lifecycle of a block's holding:
 1. `open` a reservation for a plan.
@@ -60,6 +61,8 @@ class BlockPool:
             map(BlockId, range(num_blocks))
         )
         self._cached: set[BlockId] = set()
+        self._background: set[BlockId] = set()  # cached blocks that only background work has used
+        self._free_background: OrderedDict[BlockId, None] = OrderedDict()
         self._reused: list[BlockId] = []
         self.num_open = 0
 
@@ -69,7 +72,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of blocks that no sequence holds, including cached ones."""
-        return len(self._free)
+        return len(self._free) + len(self._free_background)
 
     @property
     def num_cached(self) -> int:
@@ -91,13 +94,17 @@ class BlockPool:
         """Return ``count`` fresh blocks, the longest unused ones first; None, and take nothing, if
         fewer are free. The next `drain_reused` reports those that carried a cached prefix."""
         self._require_open(reservation)
-        if count > len(self._free):
+        if count > self.num_free:
             return None
         taken = []
         for _ in range(count):
-            block, _nothing = self._free.popitem(last=False)
+            free = self._free
+            if self._free_background and (not free or next(iter(free)) in self._cached):
+                free = self._free_background
+            block, _nothing = free.popitem(last=False)
             if block in self._cached:
                 self._cached.discard(block)
+                self._background.discard(block)
                 self._reused.append(block)
             self._references[block] = 1
             taken.append(block)
@@ -109,7 +116,7 @@ class BlockPool:
         self._require_open(reservation)
         for block in blocks:
             if self._references[block] == 0:
-                del self._free[block]
+                del self._free_list_of(block)[block]
             self._references[block] += 1
         reservation.blocks.extend(blocks)
 
@@ -153,21 +160,45 @@ class BlockPool:
                 raise EngineBug(f"block {block} is released twice")
             self._references[block] = references - 1
             if references == 1:
+                if block in self._background:
+                    self._free_background[block] = None
+                    continue
                 self._free[block] = None
                 if block not in self._cached:
                     self._free.move_to_end(block, last=False)
 
     # ---- for the prefix cache
 
-    def mark_cached(self, block: BlockId) -> None:
-        """Note that the block's contents can be matched from now on."""
+    def mark_cached(self, block: BlockId, *, is_background: bool = False) -> None:
+        """Note that a held block's contents can be matched from now on, and whether only background
+        work has used them."""
         self._cached.add(block)
+        if is_background:
+            self._background.add(block)
+
+    def keep_longer(self, blocks: Sequence[BlockId]) -> None:
+        """Note that a request that is not background work has used these cached blocks."""
+        if not self._background:
+            return
+        for block in blocks:
+            free = self._free_list_of(block)
+            self._background.discard(block)
+            if block in free:
+                del free[block]
+                self._free[block] = None
 
     def unmark_cached(self, block: BlockId) -> None:
         """Note that the block's contents cannot be matched any more; it is reused first if free."""
+        free = self._free_list_of(block)
         self._cached.discard(block)
-        if block in self._free:
+        self._background.discard(block)
+        if block in free:
+            del free[block]
+            self._free[block] = None
             self._free.move_to_end(block, last=False)
+
+    def _free_list_of(self, block: BlockId) -> OrderedDict[BlockId, None]:
+        return self._free_background if block in self._background else self._free
 
     def drain_reused(self) -> list[BlockId]:
         """Return the blocks whose cached contents were given up since the last call."""
@@ -197,4 +228,7 @@ class BlockPool:
         for table in tables:
             for block in table:
                 assert block not in self._free, f"block {block}, which is held, is misfiled"
-        assert len(self._free) == expected.count(0), "a block without a holder is misfiled"
+                assert block not in self._free_background, f"block {block} is held and misfiled"
+        assert self.num_free == expected.count(0), "a block without a holder is misfiled"
+        assert self._background <= self._cached, "a block without a prefix is background work's"
+        assert self._free_background.keys() <= self._background, "a free block is misfiled"

@@ -84,14 +84,18 @@ class PrefixCache:
             blocks.append(block)
         return tuple(blocks)
 
-    def publish(self, key: bytes, block: BlockId) -> bool:
+    def publish(self, key: bytes, block: BlockId, *, is_background: bool = False) -> bool:
         """Make a computed block matchable. A key that was published before keeps its block. Return
-        whether the key is new."""
-        if key in self._block_of or block in self._key_of:
+        whether the key is new. Blocks of background work are evicted first, unless another request
+        computes or matches them, too."""
+        known = self._block_of.get(key)
+        if known is not None or block in self._key_of:
+            if known is not None and not is_background:
+                self._pool.keep_longer((known,))
             return False
         self._block_of[key] = block
         self._key_of[block] = key
-        self._pool.mark_cached(block)
+        self._pool.mark_cached(block, is_background=is_background)
         return True
 
     def forget(self, blocks: Sequence[BlockId]) -> None:

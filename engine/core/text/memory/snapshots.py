@@ -92,4 +92,4 @@ def publish(ledger: Ledger, seq: Sequence, row: Row, *, is_computed: bool) -> No
     position, key = row.start + row.count, None
     if is_computed:
         key = ledger.keys.extend(seq, position)[position // ledger.config.block_size - 1]
-    ledger.states.end_snapshot(row.state.snapshot, key)
+    ledger.states.end_snapshot(row.state.snapshot, key, is_background=seq.is_background)

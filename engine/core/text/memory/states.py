@@ -53,11 +53,13 @@ class States:
         self.snapshots.forget(self.pool.drain_reused())
         return taken[0]
 
-    def end_snapshot(self, slot: BlockId, key: bytes | None) -> None:
+    def end_snapshot(
+        self, slot: BlockId, key: bytes | None, *, is_background: bool = False
+    ) -> None:
         """Release the slot of a snapshot whose step is over, and publish the snapshot under
-        ``key``; with None, drop it."""
+        ``key``; with None, drop it. Those of background work are overwritten first."""
         if key is not None:
-            self.snapshots.publish(key, slot)
+            self.snapshots.publish(key, slot, is_background=is_background)
         self.pool.release((slot,))
 
     def release(self, seq: Sequence) -> None:
@@ -98,6 +100,8 @@ class StepStates:
         if key is not None:
             (snapshot,) = self._states.snapshots.match((key,))
             self._touch(snapshot)
+            if not seq.is_background:
+                self._states.pool.keep_longer((snapshot,))
         self.give(seq)
         return snapshot
 

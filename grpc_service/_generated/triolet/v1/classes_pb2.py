@@ -25,27 +25,27 @@ _sym_db = _symbol_database.Default()
 from grpc_service._generated.triolet.v1 import common_pb2 as triolet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triolet/v1/classes.proto\x12\ntriolet.v1\x1a\x17triolet/v1/common.proto\"\x9f\x02\n\x0f\x43lassifyRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x06inputs\x18\x02 \x03(\x0b\x32\x19.triolet.v1.ClassifyInput\x12*\n\nactivation\x18\x03 \x01(\x0e\x32\x16.triolet.v1.Activation\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x00\x88\x01\x01\x12,\n\x0b\x61ggregation\x18\x05 \x01(\x0e\x32\x17.triolet.v1.Aggregation\x12\x15\n\x08truncate\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x02\x88\x01\x01\x42\x08\n\x06_top_kB\x0b\n\t_truncateB\x0b\n\t_priority\"y\n\rClassifyInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.triolet.v1.TokenIdsH\x00\x12$\n\x04pair\x18\x03 \x01(\x0b\x32\x14.triolet.v1.TextPairH\x00\x42\x07\n\x05input\"+\n\x08TextPair\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttext_pair\x18\x02 \x01(\t\"\x8e\x01\n\x10\x43lassifyResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12&\n\x06labels\x18\x02 \x03(\x0b\x32\x16.triolet.v1.LabelScore\x12$\n\x08\x65ntities\x18\x03 \x03(\x0b\x32\x12.triolet.v1.Entity\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\"*\n\nLabelScore\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x02\"B\n\x06\x45ntity\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x02\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r*m\n\nActivation\x12\x1a\n\x16\x41\x43TIVATION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41\x43TIVATION_NONE\x10\x01\x12\x16\n\x12\x41\x43TIVATION_SIGMOID\x10\x02\x12\x16\n\x12\x41\x43TIVATION_SOFTMAX\x10\x03*\x9d\x01\n\x0b\x41ggregation\x12\x1b\n\x17\x41GGREGATION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x41GGREGATION_NONE\x10\x01\x12\x16\n\x12\x41GGREGATION_SIMPLE\x10\x02\x12\x15\n\x11\x41GGREGATION_FIRST\x10\x03\x12\x17\n\x13\x41GGREGATION_AVERAGE\x10\x04\x12\x13\n\x0f\x41GGREGATION_MAX\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triolet/v1/classes.proto\x12\ntriolet.v1\x1a\x17triolet/v1/common.proto\"\xb3\x02\n\x0f\x43lassifyRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x06inputs\x18\x02 \x03(\x0b\x32\x19.triolet.v1.ClassifyInput\x12*\n\nactivation\x18\x03 \x01(\x0e\x32\x16.triolet.v1.Activation\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x00\x88\x01\x01\x12,\n\x0b\x61ggregation\x18\x05 \x01(\x0e\x32\x17.triolet.v1.Aggregation\x12\x15\n\x08truncate\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\nbackground\x18\t \x01(\x08\x42\x08\n\x06_top_kB\x0b\n\t_truncateB\x0b\n\t_priority\"y\n\rClassifyInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.triolet.v1.TokenIdsH\x00\x12$\n\x04pair\x18\x03 \x01(\x0b\x32\x14.triolet.v1.TextPairH\x00\x42\x07\n\x05input\"+\n\x08TextPair\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttext_pair\x18\x02 \x01(\t\"\x8e\x01\n\x10\x43lassifyResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12&\n\x06labels\x18\x02 \x03(\x0b\x32\x16.triolet.v1.LabelScore\x12$\n\x08\x65ntities\x18\x03 \x03(\x0b\x32\x12.triolet.v1.Entity\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\"*\n\nLabelScore\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x02\"B\n\x06\x45ntity\x12\r\n\x05label\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x02\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r*m\n\nActivation\x12\x1a\n\x16\x41\x43TIVATION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41\x43TIVATION_NONE\x10\x01\x12\x16\n\x12\x41\x43TIVATION_SIGMOID\x10\x02\x12\x16\n\x12\x41\x43TIVATION_SOFTMAX\x10\x03*\x9d\x01\n\x0b\x41ggregation\x12\x1b\n\x17\x41GGREGATION_UNSPECIFIED\x10\x00\x12\x14\n\x10\x41GGREGATION_NONE\x10\x01\x12\x16\n\x12\x41GGREGATION_SIMPLE\x10\x02\x12\x15\n\x11\x41GGREGATION_FIRST\x10\x03\x12\x17\n\x13\x41GGREGATION_AVERAGE\x10\x04\x12\x13\n\x0f\x41GGREGATION_MAX\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'grpc_service._generated.triolet.v1.classes_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ACTIVATION']._serialized_start=780
-  _globals['_ACTIVATION']._serialized_end=889
-  _globals['_AGGREGATION']._serialized_start=892
-  _globals['_AGGREGATION']._serialized_end=1049
+  _globals['_ACTIVATION']._serialized_start=800
+  _globals['_ACTIVATION']._serialized_end=909
+  _globals['_AGGREGATION']._serialized_start=912
+  _globals['_AGGREGATION']._serialized_end=1069
   _globals['_CLASSIFYREQUEST']._serialized_start=66
-  _globals['_CLASSIFYREQUEST']._serialized_end=353
-  _globals['_CLASSIFYINPUT']._serialized_start=355
-  _globals['_CLASSIFYINPUT']._serialized_end=476
-  _globals['_TEXTPAIR']._serialized_start=478
-  _globals['_TEXTPAIR']._serialized_end=521
-  _globals['_CLASSIFYRESPONSE']._serialized_start=524
-  _globals['_CLASSIFYRESPONSE']._serialized_end=666
-  _globals['_LABELSCORE']._serialized_start=668
-  _globals['_LABELSCORE']._serialized_end=710
-  _globals['_ENTITY']._serialized_start=712
-  _globals['_ENTITY']._serialized_end=778
+  _globals['_CLASSIFYREQUEST']._serialized_end=373
+  _globals['_CLASSIFYINPUT']._serialized_start=375
+  _globals['_CLASSIFYINPUT']._serialized_end=496
+  _globals['_TEXTPAIR']._serialized_start=498
+  _globals['_TEXTPAIR']._serialized_end=541
+  _globals['_CLASSIFYRESPONSE']._serialized_start=544
+  _globals['_CLASSIFYRESPONSE']._serialized_end=686
+  _globals['_LABELSCORE']._serialized_start=688
+  _globals['_LABELSCORE']._serialized_end=730
+  _globals['_ENTITY']._serialized_start=732
+  _globals['_ENTITY']._serialized_end=798
 # @@protoc_insertion_point(module_scope)

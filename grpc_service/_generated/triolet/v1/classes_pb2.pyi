@@ -35,7 +35,7 @@ AGGREGATION_AVERAGE: Aggregation
 AGGREGATION_MAX: Aggregation
 
 class ClassifyRequest(_message.Message):
-    __slots__ = ("model", "inputs", "activation", "top_k", "aggregation", "truncate", "request_id", "priority")
+    __slots__ = ("model", "inputs", "activation", "top_k", "aggregation", "truncate", "request_id", "priority", "background")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class ClassifyRequest(_message.Message):
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[ClassifyInput]
     activation: Activation
@@ -52,7 +53,8 @@ class ClassifyRequest(_message.Message):
     truncate: bool
     request_id: str
     priority: int
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[ClassifyInput, _Mapping]]] = ..., activation: _Optional[_Union[Activation, str]] = ..., top_k: _Optional[int] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    background: bool
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[ClassifyInput, _Mapping]]] = ..., activation: _Optional[_Union[Activation, str]] = ..., top_k: _Optional[int] = ..., aggregation: _Optional[_Union[Aggregation, str]] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., background: _Optional[bool] = ...) -> None: ...
 
 class ClassifyInput(_message.Message):
     __slots__ = ("text", "token_ids", "pair")

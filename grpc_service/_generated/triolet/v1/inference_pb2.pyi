@@ -25,7 +25,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "n", "priority", "request_id", "constraint", "prompt", "output", "continuation", "resume_window", "reasoning")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "n", "priority", "request_id", "constraint", "prompt", "output", "continuation", "resume_window", "reasoning", "background")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GenerateRequest(_message.Message):
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     RESUME_WINDOW_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: _common_pb2.TokenIds
@@ -54,7 +55,8 @@ class GenerateRequest(_message.Message):
     continuation: _common_pb2.Continuation
     resume_window: _duration_pb2.Duration
     reasoning: _common_pb2.Reasoning
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., prompt: _Optional[_Union[PromptOptions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., resume_window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reasoning: _Optional[_Union[_common_pb2.Reasoning, _Mapping]] = ...) -> None: ...
+    background: bool
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., prompt: _Optional[_Union[PromptOptions, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., continuation: _Optional[_Union[_common_pb2.Continuation, _Mapping]] = ..., resume_window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reasoning: _Optional[_Union[_common_pb2.Reasoning, _Mapping]] = ..., background: _Optional[bool] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools", "template_args", "add_generation_prompt", "tool_choice", "continue_final_message")

@@ -25,37 +25,37 @@ _sym_db = _symbol_database.Default()
 from grpc_service._generated.triolet.v1 import common_pb2 as triolet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triolet/v1/vectors.proto\x12\ntriolet.v1\x1a\x17triolet/v1/common.proto\")\n\x0cVectorRanges\x12\x0b\n\x03low\x18\x01 \x03(\x02\x12\x0c\n\x04high\x18\x02 \x03(\x02\"\xc2\x03\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.triolet.v1.EmbedInput\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x0bprompt_name\x18\x05 \x01(\t\x12\x15\n\x08truncate\x18\x06 \x01(\x08H\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x03\x88\x01\x01\x12(\n\tprecision\x18\t \x01(\x0e\x32\x15.triolet.v1.Precision\x12(\n\x06ranges\x18\n \x01(\x0b\x32\x18.triolet.v1.VectorRanges\x12$\n\x04kind\x18\x0b \x01(\x0e\x32\x16.triolet.v1.VectorKind\x12\x12\n\x05top_k\x18\x0c \x01(\rH\x04\x88\x01\x01\x12\x16\n\tthreshold\x18\r \x01(\x02H\x05\x88\x01\x01\x42\r\n\x0b_dimensionsB\x0c\n\n_normalizeB\x0b\n\t_truncateB\x0b\n\t_priorityB\x08\n\x06_top_kB\x0c\n\n_threshold\"a\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.triolet.v1.TokenIdsH\x00\x12\x0f\n\x05image\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05input\"\xa3\x01\n\rEmbedResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x03(\x02\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06packed\x18\x05 \x01(\x0c\x12(\n\x06sparse\x18\x06 \x01(\x0b\x32\x18.triolet.v1.SparseVector\x12\x11\n\x04rows\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rows\"0\n\x0cSparseVector\x12\x0f\n\x07indices\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\x02\"p\n\x12\x45mbedStreamRequest\x12,\n\nparameters\x18\x01 \x01(\x0b\x32\x18.triolet.v1.EmbedRequest\x12,\n\x06inputs\x18\x02 \x03(\x0b\x32\x1c.triolet.v1.EmbedStreamInput\"H\n\x10\x45mbedStreamInput\x12\r\n\x05index\x18\x01 \x01(\r\x12%\n\x05input\x18\x02 \x01(\x0b\x32\x16.triolet.v1.EmbedInput\"i\n\x13\x45mbedStreamResponse\x12*\n\x07vectors\x18\x01 \x03(\x0b\x32\x19.triolet.v1.EmbedResponse\x12&\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x16.triolet.v1.InputError\"<\n\nInputError\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xe2\x01\n\rRerankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x17\n\nraw_scores\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08truncate\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\x05top_n\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x03\x88\x01\x01\x42\r\n\x0b_raw_scoresB\x0b\n\t_truncateB\x08\n\x06_top_nB\x0b\n\t_priority\".\n\x0eRerankResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05score\x18\x02 \x01(\x01*v\n\nVectorKind\x12\x1b\n\x17VECTOR_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11VECTOR_KIND_DENSE\x10\x01\x12\x16\n\x12VECTOR_KIND_SPARSE\x10\x02\x12\x1c\n\x18VECTOR_KIND_MULTI_VECTOR\x10\x03*\xaa\x01\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x15\n\x11PRECISION_FLOAT32\x10\x01\x12\x15\n\x11PRECISION_FLOAT16\x10\x02\x12\x12\n\x0ePRECISION_INT8\x10\x03\x12\x13\n\x0fPRECISION_UINT8\x10\x04\x12\x14\n\x10PRECISION_BINARY\x10\x05\x12\x15\n\x11PRECISION_UBINARY\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triolet/v1/vectors.proto\x12\ntriolet.v1\x1a\x17triolet/v1/common.proto\")\n\x0cVectorRanges\x12\x0b\n\x03low\x18\x01 \x03(\x02\x12\x0c\n\x04high\x18\x02 \x03(\x02\"\xd6\x03\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.triolet.v1.EmbedInput\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x0bprompt_name\x18\x05 \x01(\t\x12\x15\n\x08truncate\x18\x06 \x01(\x08H\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x03\x88\x01\x01\x12(\n\tprecision\x18\t \x01(\x0e\x32\x15.triolet.v1.Precision\x12(\n\x06ranges\x18\n \x01(\x0b\x32\x18.triolet.v1.VectorRanges\x12$\n\x04kind\x18\x0b \x01(\x0e\x32\x16.triolet.v1.VectorKind\x12\x12\n\x05top_k\x18\x0c \x01(\rH\x04\x88\x01\x01\x12\x16\n\tthreshold\x18\r \x01(\x02H\x05\x88\x01\x01\x12\x12\n\nbackground\x18\x0e \x01(\x08\x42\r\n\x0b_dimensionsB\x0c\n\n_normalizeB\x0b\n\t_truncateB\x0b\n\t_priorityB\x08\n\x06_top_kB\x0c\n\n_threshold\"a\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.triolet.v1.TokenIdsH\x00\x12\x0f\n\x05image\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05input\"\xa3\x01\n\rEmbedResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06values\x18\x02 \x03(\x02\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06packed\x18\x05 \x01(\x0c\x12(\n\x06sparse\x18\x06 \x01(\x0b\x32\x18.triolet.v1.SparseVector\x12\x11\n\x04rows\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rows\"0\n\x0cSparseVector\x12\x0f\n\x07indices\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\x02\"p\n\x12\x45mbedStreamRequest\x12,\n\nparameters\x18\x01 \x01(\x0b\x32\x18.triolet.v1.EmbedRequest\x12,\n\x06inputs\x18\x02 \x03(\x0b\x32\x1c.triolet.v1.EmbedStreamInput\"H\n\x10\x45mbedStreamInput\x12\r\n\x05index\x18\x01 \x01(\r\x12%\n\x05input\x18\x02 \x01(\x0b\x32\x16.triolet.v1.EmbedInput\"i\n\x13\x45mbedStreamResponse\x12*\n\x07vectors\x18\x01 \x03(\x0b\x32\x19.triolet.v1.EmbedResponse\x12&\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x16.triolet.v1.InputError\"<\n\nInputError\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xf6\x01\n\rRerankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x17\n\nraw_scores\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08truncate\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x12\n\x05top_n\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\nbackground\x18\t \x01(\x08\x42\r\n\x0b_raw_scoresB\x0b\n\t_truncateB\x08\n\x06_top_nB\x0b\n\t_priority\".\n\x0eRerankResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05score\x18\x02 \x01(\x01*v\n\nVectorKind\x12\x1b\n\x17VECTOR_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11VECTOR_KIND_DENSE\x10\x01\x12\x16\n\x12VECTOR_KIND_SPARSE\x10\x02\x12\x1c\n\x18VECTOR_KIND_MULTI_VECTOR\x10\x03*\xaa\x01\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x15\n\x11PRECISION_FLOAT32\x10\x01\x12\x15\n\x11PRECISION_FLOAT16\x10\x02\x12\x12\n\x0ePRECISION_INT8\x10\x03\x12\x13\n\x0fPRECISION_UINT8\x10\x04\x12\x14\n\x10PRECISION_BINARY\x10\x05\x12\x15\n\x11PRECISION_UBINARY\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'grpc_service._generated.triolet.v1.vectors_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VECTORKIND']._serialized_start=1510
-  _globals['_VECTORKIND']._serialized_end=1628
-  _globals['_PRECISION']._serialized_start=1631
-  _globals['_PRECISION']._serialized_end=1801
+  _globals['_VECTORKIND']._serialized_start=1550
+  _globals['_VECTORKIND']._serialized_end=1668
+  _globals['_PRECISION']._serialized_start=1671
+  _globals['_PRECISION']._serialized_end=1841
   _globals['_VECTORRANGES']._serialized_start=65
   _globals['_VECTORRANGES']._serialized_end=106
   _globals['_EMBEDREQUEST']._serialized_start=109
-  _globals['_EMBEDREQUEST']._serialized_end=559
-  _globals['_EMBEDINPUT']._serialized_start=561
-  _globals['_EMBEDINPUT']._serialized_end=658
-  _globals['_EMBEDRESPONSE']._serialized_start=661
-  _globals['_EMBEDRESPONSE']._serialized_end=824
-  _globals['_SPARSEVECTOR']._serialized_start=826
-  _globals['_SPARSEVECTOR']._serialized_end=874
-  _globals['_EMBEDSTREAMREQUEST']._serialized_start=876
-  _globals['_EMBEDSTREAMREQUEST']._serialized_end=988
-  _globals['_EMBEDSTREAMINPUT']._serialized_start=990
-  _globals['_EMBEDSTREAMINPUT']._serialized_end=1062
-  _globals['_EMBEDSTREAMRESPONSE']._serialized_start=1064
-  _globals['_EMBEDSTREAMRESPONSE']._serialized_end=1169
-  _globals['_INPUTERROR']._serialized_start=1171
-  _globals['_INPUTERROR']._serialized_end=1231
-  _globals['_RERANKREQUEST']._serialized_start=1234
-  _globals['_RERANKREQUEST']._serialized_end=1460
-  _globals['_RERANKRESPONSE']._serialized_start=1462
-  _globals['_RERANKRESPONSE']._serialized_end=1508
+  _globals['_EMBEDREQUEST']._serialized_end=579
+  _globals['_EMBEDINPUT']._serialized_start=581
+  _globals['_EMBEDINPUT']._serialized_end=678
+  _globals['_EMBEDRESPONSE']._serialized_start=681
+  _globals['_EMBEDRESPONSE']._serialized_end=844
+  _globals['_SPARSEVECTOR']._serialized_start=846
+  _globals['_SPARSEVECTOR']._serialized_end=894
+  _globals['_EMBEDSTREAMREQUEST']._serialized_start=896
+  _globals['_EMBEDSTREAMREQUEST']._serialized_end=1008
+  _globals['_EMBEDSTREAMINPUT']._serialized_start=1010
+  _globals['_EMBEDSTREAMINPUT']._serialized_end=1082
+  _globals['_EMBEDSTREAMRESPONSE']._serialized_start=1084
+  _globals['_EMBEDSTREAMRESPONSE']._serialized_end=1189
+  _globals['_INPUTERROR']._serialized_start=1191
+  _globals['_INPUTERROR']._serialized_end=1251
+  _globals['_RERANKREQUEST']._serialized_start=1254
+  _globals['_RERANKREQUEST']._serialized_end=1500
+  _globals['_RERANKRESPONSE']._serialized_start=1502
+  _globals['_RERANKRESPONSE']._serialized_end=1548
 # @@protoc_insertion_point(module_scope)

@@ -45,7 +45,7 @@ class VectorRanges(_message.Message):
     def __init__(self, low: _Optional[_Iterable[float]] = ..., high: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "inputs", "dimensions", "normalize", "prompt_name", "truncate", "request_id", "priority", "precision", "ranges", "kind", "top_k", "threshold")
+    __slots__ = ("model", "inputs", "dimensions", "normalize", "prompt_name", "truncate", "request_id", "priority", "precision", "ranges", "kind", "top_k", "threshold", "background")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class EmbedRequest(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
     dimensions: int
@@ -72,7 +73,8 @@ class EmbedRequest(_message.Message):
     kind: VectorKind
     top_k: int
     threshold: float
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., precision: _Optional[_Union[Precision, str]] = ..., ranges: _Optional[_Union[VectorRanges, _Mapping]] = ..., kind: _Optional[_Union[VectorKind, str]] = ..., top_k: _Optional[int] = ..., threshold: _Optional[float] = ...) -> None: ...
+    background: bool
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., prompt_name: _Optional[str] = ..., truncate: _Optional[bool] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., precision: _Optional[_Union[Precision, str]] = ..., ranges: _Optional[_Union[VectorRanges, _Mapping]] = ..., kind: _Optional[_Union[VectorKind, str]] = ..., top_k: _Optional[int] = ..., threshold: _Optional[float] = ..., background: _Optional[bool] = ...) -> None: ...
 
 class EmbedInput(_message.Message):
     __slots__ = ("text", "token_ids", "image")
@@ -145,7 +147,7 @@ class InputError(_message.Message):
     def __init__(self, index: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class RerankRequest(_message.Message):
-    __slots__ = ("model", "query", "documents", "raw_scores", "truncate", "top_n", "request_id", "priority")
+    __slots__ = ("model", "query", "documents", "raw_scores", "truncate", "top_n", "request_id", "priority", "background")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +156,7 @@ class RerankRequest(_message.Message):
     TOP_N_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     model: str
     query: str
     documents: _containers.RepeatedScalarFieldContainer[str]
@@ -162,7 +165,8 @@ class RerankRequest(_message.Message):
     top_n: int
     request_id: str
     priority: int
-    def __init__(self, model: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., raw_scores: _Optional[bool] = ..., truncate: _Optional[bool] = ..., top_n: _Optional[int] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    background: bool
+    def __init__(self, model: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., raw_scores: _Optional[bool] = ..., truncate: _Optional[bool] = ..., top_n: _Optional[int] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., background: _Optional[bool] = ...) -> None: ...
 
 class RerankResponse(_message.Message):
     __slots__ = ("index", "score")
