@@ -50,7 +50,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
     """An Embed, a Rerank or a Classify request's life on the Trio thread."""
 
     how_far = "after {0._num_done} of {0.num_inputs} inputs"
-    result_types = (Embedding, Score)
+    result_types = (Embedding, Score, Classification)
 
     def __init__(self, request: EncodeRequests, options: StreamOptions[EncodeEvent]) -> None:
         self.operation, self.num_inputs = request.operation, request.num_inputs
@@ -105,7 +105,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
             return
         if isinstance(self.request, ClassifyRequest):
             assert indices is not None, "a classifier's result has labels"
-            self._reader.push(
+            self._hand_over(
                 Classification(event.index, values, indices, self._names, event.tokens, spans)
             )
             return
@@ -116,7 +116,7 @@ class EncodeStream(RequestStream[EncodeEvent]):
             self._scores.append(score)
             self.release(1)
 
-    def _hand_over(self, result: Embedding | Score) -> None:
+    def _hand_over(self, result: Embedding | Score | Classification) -> None:
         self.num_made += 1
         self._reader.push(result)
 
