@@ -154,6 +154,11 @@ class Replica(Generic[InfoT, ToolsT]):
         finally:
             ahead.end()
 
+    def blocks_of(self, request: Any) -> int:
+        """Return how many KV blocks a request may need, at most; 0 for a kind without blocks."""
+        size = getattr(self.loop.core.config, "block_size", 0)
+        return -(-request.num_tokens_ahead // size) if size else 0
+
     @property
     def num_leases(self) -> int:
         """How many holders the replica has."""

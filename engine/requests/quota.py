@@ -8,22 +8,41 @@ request ends.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 from engine.core.common.waiting_queue import BACKGROUND
 from engine.errors import Overloaded
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
 RETRY_AFTER_S = 1.0  # retry-after of Overloaded; a guess: by then a request of the holder has ended
+
+
+class UseLimits(NamedTuple):
+    """What a holder's requests may take; None: as much as there is.
+
+    ``max_choices`` run at a time: a request has n of them, a drawing its images, any other one.
+    ``max_tokens_per_minute`` are computed, prompt and completion without what was cached: a request
+    begins if fewer were. ``max_kv_blocks`` are those that its requests may need, at most.
+    """
+
+    max_choices: int | None = None
+    max_tokens_per_minute: int | None = None
+    max_kv_blocks: int | None = None
+
+
+NO_LIMITS = UseLimits()
 
 
 class Quota:
     """The limits and counts of one holder (a limit of None: unlimited). Logs show ``name``.
 
+    ``limits`` bound what its requests take; ``num_choices`` of them run, with room for
+    ``num_blocks`` KV blocks.
     ``max_priority`` is the most urgent priority, which is the lowest number, that its requests may
     have. ``weight`` is its part of a shared server beside other holders. ``is_operator``: it may
     operate the server. ``may_delegate``: it may call for others (`delegated`), whose ``gateway`` it
@@ -33,13 +52,18 @@ class Quota:
     __slots__ = (
         "__weakref__",
         "_delegated",
+        "_spent",
+        "_spent_at",
         "gateway",
         "is_operator",
+        "limits",
         "max_priority",
         "max_queued_tokens",
         "max_requests",
         "may_delegate",
         "name",
+        "num_blocks",
+        "num_choices",
         "num_requests",
         "queued_tokens",
         "weight",
@@ -64,6 +88,9 @@ class Quota:
         self.gateway = gateway
         self.num_requests = 0
         self.queued_tokens = 0
+        self.limits = NO_LIMITS
+        self.num_choices = self.num_blocks = 0
+        self._spent = self._spent_at = 0.0  # tokens of the last minute, then, on Trio's clock
         # A holder for whom this one calls is kept only while a call or a request refers to it.
         self._delegated: WeakValueDictionary[str, Quota] = WeakValueDictionary()
 
@@ -104,6 +131,66 @@ class Quota:
     def leave(self, count: int = 1) -> None:
         """Count the end of ``count`` requests that `enter` counted."""
         self.num_requests -= count
+
+    def begin(self, num_choices: int, now: float) -> None:
+        """Count the choices of a request that starts ``now``, on Trio's clock, until `end`.
+
+        Raises:
+            Overloaded: The holder would run more choices than it may, or has used the tokens of
+                its minute. Nothing was counted.
+        """
+        limits, running = self.limits, self.num_choices
+        if limits.max_choices is not None and running + num_choices > limits.max_choices:
+            raise Overloaded(
+                f"this key runs {running} of at most {limits.max_choices} choices, and this "
+                f"request has {num_choices}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        most = limits.max_tokens_per_minute
+        if most is not None and (excess := self._spent_by(now) - most) >= 0:
+            raise Overloaded(
+                f"this key has used its {most} tokens a minute",
+                retry_after_s=max(RETRY_AFTER_S, 60.0 * excess / most),
+            )
+        self.num_choices += num_choices
+
+    def end(self, num_choices: int) -> None:
+        """Count the end of a request that `begin` counted."""
+        self.num_choices -= num_choices
+
+    def spend(self, num_tokens: int, now: float) -> None:
+        """Count tokens that were computed, if they are limited."""
+        if self.limits.max_tokens_per_minute is None:
+            return
+        self._spent, self._spent_at = self._spent_by(now) + num_tokens, now
+
+    def _spent_by(self, now: float) -> float:
+        """Return the tokens that count now: a minute's limit of them is forgotten in a minute."""
+        most = self.limits.max_tokens_per_minute
+        if most is None:
+            return 0.0
+        return max(0.0, self._spent - (now - self._spent_at) * most / 60.0)
+
+    @contextmanager
+    def holding_blocks(self, num_blocks: int) -> Iterator[None]:
+        """Count the KV blocks that a request may need, while the block lasts. A single request may
+        exceed the limit if the holder has no other.
+
+        Raises:
+            Overloaded: The holder's requests may need more than their limit.
+        """
+        most = self.limits.max_kv_blocks
+        if most is not None and self.num_blocks and self.num_blocks + num_blocks > most:
+            raise Overloaded(
+                f"this key's requests may need {self.num_blocks} KV blocks of at most {most}, and "
+                f"this one {num_blocks}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.num_blocks += num_blocks
+        try:
+            yield
+        finally:
+            self.num_blocks -= num_blocks
 
     def queue(self, num_tokens: int) -> None:
         """Count a prompt of ``num_tokens`` that waits for its first token. A single prompt may

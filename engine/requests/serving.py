@@ -84,6 +84,9 @@ class Serving:
         prepared = stream.prepared
         if prepared is None:
             prepared = await self._prepare(lease, stream, held)
+            if stream.holder is not None:
+                blocks = lease.replica.blocks_of(prepared.request)
+                held.enter_context(stream.holder.counted.holding_blocks(blocks))
         prepared = prepared.with_adapter(lease.adapter)
         with self.pool.leases.reroute(lease, prepared.request) as replica:
             await stream.run(prepared, replica)

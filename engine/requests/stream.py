@@ -71,6 +71,12 @@ def server_deadline(now: float, timeout_s: float | None) -> float:
     return now + timeout_s - min(DEADLINE_MARGIN_S, DEADLINE_MARGIN_SHARE * max(0.0, timeout_s))
 
 
+def num_asked(request: Any) -> int:
+    """Return how many choices or images a request asks for; 1 for other kinds."""
+    asked: int | None = getattr(request, "n", None)
+    return asked or getattr(request, "num_images", None) or 1
+
+
 @dataclass(frozen=True, slots=True)
 class StreamOptions(Generic[EventT]):
     """The options with which a stream of any kind is made.
@@ -116,9 +122,9 @@ class RequestStream(Generic[EventT]):
     ``attach_token`` is what a client must show to take the stream up again; empty for a stream that
     no client can take up. ``seed`` is the seed of the request's draws; 0 if its kind draws nothing.
     ``wants_progress``: the client asked for events before its first token (`show`).
-    ``bill`` is the request's. ``num_made`` tokens, or other results, were made for the reader;
-    ``result_types`` are the classes of the events that bring them. ``makes_tokens``: the results
-    are tokens.
+    ``bill`` is the request's, which asks for ``num_asked`` choices or images. ``num_made`` tokens,
+    or other results, were made for the reader; ``result_types`` are the classes of the events that
+    bring them. ``makes_tokens``: the results are tokens.
     ``operation`` is OpenTelemetry's name for what the request asks for. ``how_far`` is the format
     in which its error says how far the request came.
     """
@@ -162,6 +168,7 @@ class RequestStream(Generic[EventT]):
         self.holder = options.origin.quota
         self.party = options.origin.party
         self.queued = QueuedTokens(options.origin.quota)
+        self.num_asked = num_asked(request)
         self.bill = Bill(options.on_bill, awaits_reader=options.awaits_reader)
         self._channel: ChannelReader[EventT] | None = None
         reader = options.reader

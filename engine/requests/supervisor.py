@@ -41,7 +41,7 @@ from engine.requests.image_memory import ImageFiles
 from engine.requests.progress import ProgressReports
 from engine.requests.quota import NOWHERE, Origin
 from engine.requests.serving import FeedServing, Serving
-from engine.requests.stream import StreamOptions
+from engine.requests.stream import StreamOptions, num_asked
 from engine.requests.tasks import RequestTasks
 from engine.requests.tokenizing import Tokenizing
 from engine.requests.usage import Usage
@@ -171,7 +171,7 @@ class Supervisor:
         request's bill is complete only when its reader has left (`RequestStream.leave`).
         """
         request_id = request.request_id or origin.fallback_id or uuid.uuid4().hex
-        error = self._refusal(request, request_id, origin)
+        error = self._refusal(request, request_id, origin) or _begin(request, origin)
         options = StreamOptions(
             request_id,
             self._core_id(request, request_id),
@@ -351,6 +351,8 @@ class Supervisor:
                 stream.cancel(EndReason.SHUTDOWN)
                 stream.close(stream.early_end(EndReason.SHUTDOWN))
             self.image_files.remove(image_bytes)
+            if stream.holder is not None:
+                stream.holder.counted.end(stream.num_asked)
             self._end(stream)
 
     def _end(self, stream: RequestStream[Any]) -> None:
@@ -389,7 +391,11 @@ class Supervisor:
 
     def _note_bill(self, stream: RequestStream[Any]) -> None:
         """Add the record of a request whose bill is complete."""
-        self.usage.add(stream.bill.record(stream))
+        record = stream.bill.record(stream)
+        if (holder := stream.origin.quota) is not None:
+            used = record.prompt_tokens - record.cached_tokens + record.completion_tokens
+            holder.counted.spend(used, trio.current_time())
+        self.usage.add(record)
 
     # ---- the end of everything
 
@@ -496,6 +502,16 @@ class _RecentIds:
             self._num_of[name[1]] -= 1
             if not self._num_of[name[1]]:
                 del self._num_of[name[1]]
+
+
+def _begin(request: ClientRequest, origin: Origin) -> TrioletError | None:
+    """Count a request against its holder's limits, or return why it may not begin."""
+    if origin.quota is not None:
+        try:
+            origin.quota.counted.begin(num_asked(request), trio.current_time())
+        except Overloaded as error:
+            return error
+    return None
 
 
 def _not_found(request_id: str) -> RequestNotFound:

@@ -2,8 +2,9 @@
 
 Each line of the file is a key: ``NAME KEY [SETTING=VALUE …]``, with the settings of `KeyLimits`; a
 ``#`` begins a comment. Several lines with one name are keys of one holder, such as an old and a new
-one; the holder has the settings of the last such line. A limit that a line does not set is the
-server's default (``--key-max-requests`` and ``--key-max-queued-tokens``).
+one; the holder has the settings of the last such line. The line ``* SETTING=VALUE …``, wherever it
+is, has the settings of lines that do not set them, except a role and ``delegate``; behind it come
+``--key-max-requests`` and ``--key-max-queued-tokens``.
 
 A line without ``role`` is a user's if any line of the file has one of `SINCE_ROLES`, and an
 operator's otherwise. A file without any is of a time when every key could operate the server: its
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
-from engine.requests.quota import Quota
+from engine.requests.quota import Quota, UseLimits
 from grpc_service.addresses import is_loopback
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ KEY = re.compile(r"[!-~]+")
 log = logging.getLogger(__name__)
 ROLES = ("user", "operator")
 SINCE_ROLES = ("role", "weight", "delegate", "max_priority")  # settings as old as roles
+DEFAULTS = "*"  # the name of the line of defaults, which no key can have
 PRIORITIES = (-(2**31), 2**31 - 1)
 WEIGHT_MAX = 1000  # a holder with more than that beside others with 1 leaves them nothing
 
@@ -51,6 +53,9 @@ class KeyLimits:
 
     max_requests: int | None = None
     max_queued_tokens: int | None = None
+    max_choices: int | None = None
+    max_tokens_per_minute: int | None = None
+    max_kv_blocks: int | None = None
     max_priority: int | None = None
     weight: int = 1
     role: str = ""
@@ -103,6 +108,7 @@ class KeyRing:
             holder.max_requests = limits.max_requests
             holder.max_queued_tokens = limits.max_queued_tokens
             holder.max_priority = limits.max_priority
+            holder.limits = UseLimits(*[getattr(limits, name) for name in UseLimits._fields])
             holder.weight = limits.weight
             holder.may_delegate = limits.delegate
             holder.is_operator = limits.role == "operator" or not has_roles
@@ -165,12 +171,14 @@ def _lines(path: str, defaults: KeyLimits) -> Iterator[tuple[str, bytes, KeyLimi
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"--api-key-file {path} cannot be read: {reason}") from None
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
+    entries = [(number, line.partition("#")[0].split()) for number, line in enumerate(lines, 1)]
+    # The line of defaults counts for those before it, too.
+    for number, words in sorted(entries, key=lambda entry: entry[1][:1] != [DEFAULTS]):
         try:
-            yield _entry(words, defaults)
+            if words[:1] == [DEFAULTS]:
+                defaults = _defaults(words[1:], defaults)
+            elif words:
+                yield _entry(words, defaults)
         except ValueError as error:
             raise ConfigError(f"--api-key-file {path}, line {number}: {error}") from None
 
@@ -184,6 +192,19 @@ def _entry(words: list[str], defaults: KeyLimits) -> tuple[str, bytes, KeyLimits
         raise ValueError("the name must be 1 to 64 letters, digits, dots, dashes or underscores")
     if not KEY.fullmatch(key) or len(key) < KEY_CHARS_MIN:
         raise ValueError(f"the key must have at least {KEY_CHARS_MIN} characters, all of ASCII")
+    return name, _digest(key.encode()), _limits(settings, defaults)
+
+
+def _defaults(settings: list[str], defaults: KeyLimits) -> KeyLimits:
+    """Parse the line of defaults. Raises ValueError."""
+    limits = _limits(settings, defaults)
+    if limits.role or limits.delegate:
+        raise ValueError("role= and delegate= are for a key's own line")
+    return limits
+
+
+def _limits(settings: list[str], defaults: KeyLimits) -> KeyLimits:
+    """Parse settings. Raises ValueError."""
     limits = defaults
     for setting in settings:
         field, _, value = setting.partition("=")
@@ -195,7 +216,7 @@ def _entry(words: list[str], defaults: KeyLimits) -> tuple[str, bytes, KeyLimits
             raise ValueError(f"{field}= must be {told}")
         limits = replace(limits, **{field: parsed})
         limits = replace(limits, knows_roles=limits.knows_roles or field in SINCE_ROLES)
-    return name, _digest(key.encode()), limits
+    return limits
 
 
 def _number(value: str, low: int, high: int) -> int | None:
@@ -214,6 +235,9 @@ def _count(value: str) -> int | None:
 KEY_SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_requests": (_count, "a number of at least 1"),
     "max_queued_tokens": (_count, "a number of at least 1"),
+    "max_choices": (_count, "a number of at least 1"),
+    "max_tokens_per_minute": (_count, "a number of at least 1"),
+    "max_kv_blocks": (_count, "a number of at least 1"),
     "max_priority": (lambda value: _number(value, *PRIORITIES), "a number of 32 bits"),
     "weight": (lambda value: _number(value, 1, WEIGHT_MAX), f"a number from 1 to {WEIGHT_MAX}"),
     "role": (lambda value: value if value in ROLES else None, " or ".join(ROLES)),

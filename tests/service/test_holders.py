@@ -28,9 +28,13 @@ KEYS = {
     "ops": "the-key-of-the-operator",
     "gate": "the-key-of-a-gateway",
     "late": "the-key-of-somebody-patient",
+    "few": "the-key-of-a-holder-of-few",
+    "tight": "the-key-of-a-tight-holder",
+    "spent": "the-key-of-a-spendthrift",
 }
 LINES = {"ann": "role=user max_priority=-1", "ops": "role=operator", "gate": "delegate=true"}
 LINES["late"] = "max_priority=5"
+LINES |= {"few": "max_choices=3", "tight": "max_kv_blocks=150", "spent": "max_tokens_per_minute=50"}
 SOON_S = 15.0
 PROMPT = list(range(1, 40))
 NAMES = st.text("3a:\0", max_size=6)
@@ -116,7 +120,8 @@ ABOUT_A_REQUEST = {
     "triolet.v1.Inference/Attach",
 }
 MADE_BY_IT = {  # these name the request that they make
-    f"triolet.v1.Inference/{name}" for name in ("Generate", "Embed", "Rerank", "GenerateImage")
+    f"triolet.v1.Inference/{name}"
+    for name in ("Generate", "Embed", "EmbedStream", "Rerank", "Classify", "GenerateImage")
 }
 
 
@@ -309,6 +314,48 @@ def test_a_keys_requests_are_as_urgent_as_it_may_be(server):
     error = generate(ann, priority=-2, max_tokens=2, timeout=SOON_S).error
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "priority: is -2, but this key's requests may have -1 or more" in error.details()
+
+
+def test_a_keys_choices_are_limited_and_not_its_calls(server):
+    few = called_by(server, "few")
+    with living(server, "few", n=2):
+        error = generate(few, n=2, max_tokens=2, timeout=SOON_S).error
+        assert (error.code(), reason(error)) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+        )
+        assert "runs 2 of at most 3 choices, and this request has 2" in error.details()
+        assert generate(few, max_tokens=2, timeout=SOON_S).error is None
+    wait_until(
+        lambda: generate(few, n=3, max_tokens=2, timeout=SOON_S).error is None, SOON_S, "the end"
+    )
+
+
+def test_a_keys_blocks_are_limited(server):
+    tight = called_by(server, "tight")
+    with living(server, "tight"):
+        error = generate(tight, prompt_ids=[5], max_tokens=2000, timeout=SOON_S).error
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "KV blocks of at most 150" in error.details()
+        assert generate(tight, prompt_ids=[5], max_tokens=2, timeout=SOON_S).error is None
+    wait_until(
+        lambda: generate(tight, prompt_ids=[5], max_tokens=10, timeout=SOON_S).error is None,
+        SOON_S,
+        "the end",
+    )
+
+
+def test_a_key_has_so_many_tokens_a_minute(server):
+    spent = called_by(server, "spent")
+    asked = {"prompt_ids": range(1, 31), "max_tokens": 30, "timeout": SOON_S}
+    assert generate(spent, **asked).error is None
+
+    def refused():
+        return generate(spent, prompt_ids=[5], max_tokens=1, timeout=SOON_S).error
+
+    error = wait_until(refused, SOON_S, "the record")
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "has used its 50 tokens a minute" in error.details()
 
 
 def test_a_request_without_a_priority_has_one_that_its_key_may_use(server):
