@@ -48,6 +48,7 @@ class Bill:
         self._drafted_tokens = self._accepted_tokens = 0
         self._num_late = 0  # tokens that came when the stream took no more
         self._queue_s: float | None = None
+        self._made_by_parts = 0
         self._delivered: int | None = None  # of what the stream has made; None: all
         self._sent_bytes = 0
         self._handed: int | None = None  # how much the stream had made when it was closed
@@ -57,6 +58,22 @@ class Bill:
     def open(self, num_choices: int) -> None:
         """Take note that a scheduler has the request, and will end so many choices."""
         self._num_open = num_choices
+
+    def open_part(self) -> None:
+        """Take note of a request that is a part of this one."""
+        self._num_open += 1
+
+    def add_part(self, stream: RequestStream[Any], part: RequestStream[Any]) -> None:
+        """Add what the complete bill of ``part`` says to this one, which is of ``stream``."""
+        used = part.bill.record(part)
+        self.meter.step_s += used.step_s
+        self.images += used.images
+        self._prompt_tokens += used.prompt_tokens
+        self._cached_tokens += used.cached_tokens
+        self._made_by_parts += used.results
+        self._queue_s = used.queue_s if self._queue_s is None else self._queue_s
+        self._num_open -= 1
+        self.complete(stream)
 
     @property
     def is_open(self) -> bool:
@@ -121,7 +138,7 @@ class Bill:
 
     def record(self, stream: RequestStream[Any]) -> UsageRecord:
         """Return what the request has used so far."""
-        num_made = stream.num_made + self._num_late
+        num_made = max(stream.num_made + self._num_late, self._made_by_parts)
         delivered = self._num_handed(stream) if self._delivered is None else self._delivered
         model = stream.model or stream.request.model
         base = model if stream.replica is None else stream.replica.model

@@ -15,6 +15,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -74,6 +75,14 @@ WAITING_FOR = {  # what a request waits for, by its phase, before the core knows
     Phase.COMPILE: "its constraint, which is being compiled",
     Phase.WRITE: "its images, which are being written, or its reader, which has not taken them",
 }
+
+
+def _count_at_replica(stream: RequestStream[Any]) -> None:
+    """Count the end of a request at its replica."""
+    if (replica := stream.replica) is not None:
+        replica.processed += stream.error is None
+        replica.failed += isinstance(stream.error, (StepFailed, EngineBug, WorkerLost))
+        replica.cancelled += stream.reason is EndReason.CANCELLED
 
 
 class Supervisor:
@@ -160,6 +169,7 @@ class Supervisor:
         buffer: int,
         reader: Reader[Any] | None = None,
         awaits_reader: bool = False,
+        part_of: RequestStream[Any] | None = None,
         arrived_at: float | None = None,
         origin: Origin = NOWHERE,
     ) -> RequestStream[Any]:
@@ -169,6 +179,7 @@ class Supervisor:
         ``buffer`` is the number of messages that may wait for the reader. ``arrived_at`` is when
         the request reached the server, on Trio's clock, if that was earlier. ``awaits_reader``: the
         request's bill is complete only when its reader has left (`RequestStream.leave`).
+        ``part_of`` is the stream whose bill has this request's, which the counters leave out.
         """
         request_id = request.request_id or origin.fallback_id or uuid.uuid4().hex
         error = self._refusal(request, request_id, origin) or _begin(request, origin)
@@ -181,12 +192,14 @@ class Supervisor:
             arrived_at=arrived_at,
             timeout_s=request.timeout_s if error is None else None,  # else it may be NaN
             longest_s=self._config.default_deadline_s,
-            on_end=self._count,
-            on_bill=self._note_bill,
+            on_end=self._count if part_of is None else _count_at_replica,
+            on_bill=self._note_bill if part_of is None else partial(part_of.bill.add_part, part_of),
             awaits_reader=awaits_reader,
             on_loss=self.detached.add,
             on_leave=self.detached.remove,
         )
+        if part_of is not None:
+            part_of.bill.open_part()
         stream = self._serving_of(request).kind.make_stream(request, options)
         if error is not None:
             stream.close(error)
@@ -374,7 +387,7 @@ class Supervisor:
 
     def _count(self, stream: RequestStream[Any]) -> None:
         """Count the end of a request, before its reader is notified of it."""
-        replica, error = stream.replica, stream.error
+        error = stream.error
         if error is None:
             self.metrics.count_end(EndReason.STOP)
         elif stream.reason is not None or isinstance(error, DeadlineExceeded):
@@ -384,10 +397,7 @@ class Supervisor:
             self.metrics.count_end(EndReason.FAILED, stream.phase.value)
         else:
             self.metrics.count_refusal()
-        if replica is not None:
-            replica.processed += error is None
-            replica.failed += isinstance(error, (StepFailed, EngineBug, WorkerLost))
-            replica.cancelled += stream.reason is EndReason.CANCELLED
+        _count_at_replica(stream)
 
     def _note_bill(self, stream: RequestStream[Any]) -> None:
         """Add the record of a request whose bill is complete."""

@@ -6,6 +6,7 @@ import trio
 from engine.config import ModelConfig
 from engine.core.common.types import EndReason
 from engine.errors import InvalidRequest, ModelNotFound, StepFailed
+from engine.requests import bill
 from engine.requests.encode import feed
 from engine.requests.encode.values import (
     Embedding,
@@ -60,6 +61,18 @@ MUTANTS = (
         feed._Chunk.push,
         "event._replace(index=self.items[event.index].index)",
         "event",
+    ),
+    Mutant(
+        "chunks have records of their own",
+        feed.EmbedFeed._submit_chunk,
+        "part_of=self, ",
+        "",
+    ),
+    Mutant(
+        "what chunks cost is in no record",
+        bill.Bill.add_part,
+        "self.meter.step_s += used.step_s",
+        "pass",
     ),
     Mutant(
         "chunks outlive their stream",

@@ -34,6 +34,7 @@ from engine.requests.text.values import Started
 from engine.status import Capability
 from engine.worker.fakes.encode import FakeEncoder, vector_of
 from engine.worker.fakes.text import FakeScript
+from tests.simulator.bill_watch import BillWatch
 from tests.simulator.determinism import run_deterministically
 from tests.simulator.watch import Violation
 from tests.support.virtual_engine import fake_engine
@@ -171,7 +172,7 @@ class Watch:
 def run_world(seed: int) -> Watch:
     """Run the world of a seed, and return what its client saw."""
     world = draw(seed)
-    watch = Watch(world)
+    watch, bills = Watch(world), BillWatch()
     script = FakeScript(step_s=STEP_S)
 
     def fault(plan):
@@ -192,17 +193,18 @@ def run_world(seed: int) -> Watch:
 
     async def main() -> None:
         async with fake_engine(script, make, **settings) as engine:
+            bills.follow(engine)
             with trio.fail_after(PATIENCE_S):
-                await _run_in(engine, world, watch)
+                await _run_in(engine, world, watch, bills)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, bills.watch_loops():
         for name, value in SMALL.items():
             patch.setattr(feed, name, value)
         run_deterministically(main, seed)
     return watch
 
 
-async def _run_in(engine, world: World, watch: Watch) -> None:
+async def _run_in(engine, world: World, watch: Watch, bills: BillWatch) -> None:
     stream = engine.submit(
         EmbedStreamRequest(
             EmbedRequest(
@@ -214,6 +216,7 @@ async def _run_in(engine, world: World, watch: Watch) -> None:
             _source_of(world, watch),
         ),
         buffer=4,
+        awaits_reader=True,
     )
     rest = world.delays
 
@@ -253,6 +256,7 @@ async def _run_in(engine, world: World, watch: Watch) -> None:
         await stream.wait_closed()
         ended_at = trio.current_time()
         watch_end = stream.error
+    stream.close_reader()
     watch.judge_end(watch_end)
     if watch_end is not None and not world.others:
         # a request that ends early is gone within the step in flight
@@ -261,8 +265,20 @@ async def _run_in(engine, world: World, watch: Watch) -> None:
         if waiting.cancelled_caught:
             raise Violation("requests outlive their stream")
     await engine.wait_idle()
+    _check_bills(engine, bills, stream, watch)
     totals = engine.statistics().totals
     assert (totals.running, totals.waiting, totals.parked, totals.ending) == (0,) * 4
+
+
+def _check_bills(engine, bills: BillWatch, stream, watch: Watch) -> None:
+    """Judge the records: one of each call, none of its chunks."""
+    if len(bills.records) != 1 + len(watch.world.others):
+        raise Violation(f"{len(bills.records)} records of {1 + len(watch.world.others)} calls")
+    bills.check_sums(engine)
+    [record] = [one for one in bills.records if one.request_id == stream.request_id]
+    taken = sum(isinstance(result, Embedding) for result in watch.results.values())
+    if record.results - record.undelivered != taken:
+        raise Violation(f"{record}: its reader has taken {taken}")
 
 
 def _source_of(world: World, watch: Watch):

@@ -105,6 +105,7 @@ class EmbedFeed(RequestStream[EmbedStreamEvent]):
 
     operation = "embeddings"
     how_far = "after {0._num_done} inputs"
+    result_types = (Embedding,)
 
     def __init__(
         self,
@@ -290,7 +291,7 @@ class EmbedFeed(RequestStream[EmbedStreamEvent]):
         )
         self._chunks[chunk] = None
         chunk.stream = self._submit(
-            request, buffer=len(items), reader=chunk, origin=self._chunk_origin
+            request, buffer=len(items), reader=chunk, part_of=self, origin=self._chunk_origin
         )
 
     def _settle(self, chunk: _Chunk) -> None:
@@ -370,6 +371,7 @@ class EmbedFeed(RequestStream[EmbedStreamEvent]):
         if self._is_over:
             return
         self._num_done += 1
+        self.num_made += 1
         self._num_failures = 0
         self._note_result(Phase.ENCODE, self.tokens_done + vector.tokens)
         self._slots.append(chunk.stream)
