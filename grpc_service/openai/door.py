@@ -37,7 +37,14 @@ from engine.errors import (
 from engine.requests.stream import server_deadline
 from grpc_service.access import access_log, policy
 from grpc_service.addresses import is_loopback
-from grpc_service.openai import classify_codec, encode_codec, models, static_page, text_codec
+from grpc_service.openai import (
+    classify_codec,
+    encode_codec,
+    models,
+    static_page,
+    text_codec,
+    vectors_codec,
+)
 from grpc_service.openai.call import ID_HEADER, HttpCall, HttpRecord
 from grpc_service.openai.connection import BYTE_S
 from grpc_service.openai.errors import CANCELLED, CODES, HttpError, renamed
@@ -155,6 +162,8 @@ class Door:
             "/v1/chat/completions": chat,
             "/v1/completions": text,
             "/v1/embeddings": embed,
+            "/embed_sparse": Route("POST", embed.rpc, vectors_codec.decode_embed_sparse),
+            "/pooling": Route("POST", embed.rpc, vectors_codec.decode_pooling),
             "/v1/rerank": rerank,
             "/rerank": rerank,
             "/v2/rerank": rerank,

@@ -85,15 +85,17 @@ def decode_embeddings(body: dict[str, Any], context: Context) -> Work:
     return Work(request.request_id, (request,), encoder, rename=input_renamer(fields, body))
 
 
-def input_renamer(fields: Fields, body: dict[str, Any]) -> Callable[[int, str], str]:
-    """Return the function that names a field of triolet.v1, where inputs came in ``input``."""
-    is_list = isinstance(body["input"], list) and not is_ids(body["input"])
+def input_renamer(
+    fields: Fields, body: dict[str, Any], name: str = "input"
+) -> Callable[[int, str], str]:
+    """Return the function that names a field of triolet.v1, where inputs came in ``name``."""
+    is_list = isinstance(body[name], list) and not is_ids(body[name])
 
     def rename(source: int, path: str) -> str:
         found = INPUT_PATH.fullmatch(path)
         if found is None:
             return fields.sent_as.get(path, path)
-        return f"input[{found[1]}]{found[2]}" if is_list else f"input{found[2]}"
+        return f"{name}[{found[1]}]{found[2]}" if is_list else f"{name}{found[2]}"
 
     return rename
 

@@ -16,7 +16,7 @@ import pytest
 import engine
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge, Unsupported
 from grpc_service.client import messages as pb
-from grpc_service.openai import classify_codec, encode_codec, text_codec
+from grpc_service.openai import classify_codec, encode_codec, text_codec, vectors_codec
 from grpc_service.openai.errors import NAMED, renamed
 from grpc_service.openai.work import Context
 
@@ -32,6 +32,8 @@ ROUTES = {
     "texts": (text_codec.decode_completion, pb.GenerateRequest, {"prompt": [[1], [2]]}),
     "embed": (encode_codec.decode_embeddings, pb.EmbedRequest, {"input": [1]}),
     "embed many": (encode_codec.decode_embeddings, pb.EmbedRequest, {"input": [[1]]}),
+    "sparse": (vectors_codec.decode_embed_sparse, pb.EmbedRequest, {"inputs": [[1]]}),
+    "pooling": (vectors_codec.decode_pooling, pb.EmbedRequest, {"input": [[1]]}),
     "classify": (
         *(classify_codec.decode_classify, pb.ClassifyRequest),
         {"input": [{"text": "a", "text_pair": "b"}]},
@@ -48,6 +50,8 @@ NEVER = {
         *("prompt.truncate_left", "output.tool_argument_deltas"),
     ),
     "embed": ("inputs[0].image", "kind", "top_k", "threshold"),
+    "sparse": ("inputs[0].image", "kind", "dimensions", "normalize", "precision", "ranges"),
+    "pooling": ("inputs[0].image", "top_k", "threshold", "precision", "ranges"),
     "classify": ("inputs[0].token_ids",),
     "rerank": (),
     "draw": ("source", "strength", "preview_every"),
