@@ -408,6 +408,7 @@ REFUSED = {
         edited(write_classifier, "BERT", id2label={"0": "a", "1": "b", "3": "c"}),
         None, "no name of the label 2 in id2label",
     ),
+    "no labels": (edited(write_classifier, "BERT", id2label={}), None, "has no labels"),
     "names that are no Unicode": (
         edited(write_tagger, "BERT", id2label={str(n): "\ud800" for n in range(6)}),
         None, "not valid Unicode",

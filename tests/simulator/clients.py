@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from engine.core.text.types import Constraint
+from engine.requests.encode.classify_values import ClassifyRequest
 from engine.requests.encode.values import EmbedRequest, RerankRequest
 from engine.requests.image_generation.values import DrawRequest
 from engine.requests.text.chat_values import Chat
@@ -44,7 +45,7 @@ class Client:
     """
 
     arrival_s: float
-    request: GenerateRequest | EmbedRequest | RerankRequest | DrawRequest
+    request: GenerateRequest | EmbedRequest | RerankRequest | ClassifyRequest | DrawRequest
     buffer: int
     delay_s: float = 0.0
     leave_after: int | None = None

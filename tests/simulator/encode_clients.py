@@ -3,12 +3,14 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from engine.core.encode.types import PRECISIONS, RANGED
+from engine.core.encode.types import ACTIVATIONS, AGGREGATIONS, PRECISIONS, RANGED
+from engine.requests.encode.classify_values import ClassifyRequest
 from engine.requests.encode.values import MAX_INPUTS, EmbedRequest, EncodeRequests, RerankRequest
 from engine.worker.fakes.encode import DIMENSIONS
 from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client
-from tests.simulator.encode_oracle import MAX_INPUT_LEN, image_file
+from tests.simulator.encode_oracle import LABELLERS, MAX_INPUT_LEN, image_file
 
 EMBEDDER, RERANKER = "embedder", "reranker"
 
@@ -122,6 +124,46 @@ def shape_vectors(rng: random.Random, client: Client, others: Sequence[str]) -> 
         fields |= rng.choice(wrong) | {"check": False}
         client = replace(client, may_end=frozenset({"INVALID_REQUEST"}), must_fail=True)
     return replace(client, request=replace(request, **fields))
+
+
+def label_inputs(rng: random.Random, client: Client) -> Client:
+    """Return ``client``, with a Classify request by one of `LABELLERS` in the place of its Embed or
+    Rerank. In one such client of ten a field does not fit, and the request must fail."""
+    request = client.request
+    is_ours = isinstance(request, EmbedRequest | RerankRequest)
+    if not is_ours or client.must_fail or client.may_end or rng.random() < 0.5:
+        return client
+    model = rng.choice([*LABELLERS])
+    fields: dict[str, Any] = {"aggregation": rng.choice(AGGREGATIONS)}
+    draw = _draw_text
+    if model == "labeller":
+        fields = {
+            "activation": rng.choice(["", *ACTIVATIONS]),
+            "top_k": rng.choice([None, 1, 2, 9]),
+        }
+        draw = _draw_labelled
+    fields |= {
+        "inputs": tuple(draw(rng) for _ in range(_draw_count(rng))),
+        "model": model,
+        "truncate": rng.choice([None, True]),
+    }
+    if rng.random() < 0.1:
+        wrong = (
+            {"top_k": 0},
+            {"activation": "relu"},
+            {"aggregation": "best"},
+            {"inputs": ("\ud800",)},
+        )
+        fields |= rng.choice(wrong) | {"check": False}
+        client = replace(client, may_end=frozenset({"INVALID_REQUEST"}), must_fail=True)
+    names = ("request_id", "priority", "timeout_s")
+    made = ClassifyRequest(**fields, **{name: getattr(request, name) for name in names})
+    return replace(client, request=made)
+
+
+def _draw_labelled(rng: random.Random) -> Any:
+    form = rng.choice([_draw_text, _draw_ids, None])
+    return (_draw_text(rng), _draw_text(rng)) if form is None else form(rng)
 
 
 def _draw_rerank(rng: random.Random) -> RerankRequest:

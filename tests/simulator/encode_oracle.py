@@ -9,12 +9,15 @@ import zlib
 from array import array
 
 from engine.core.encode.types import Numbers
-from engine.requests.encode.values import EmbedRequest, EncodeRequests
+from engine.requests.encode.classify_values import ClassifyRequest, Labelled, is_pair
+from engine.requests.encode.values import EmbedRequest, EncodeRequests, RerankRequest
 from engine.status import Capability
 from engine.worker.fakes.encode import (
     IMAGE_TOKENS,
     PROMPTS,
     SEPARATOR,
+    entities_of,
+    label_scores_of,
     rows_of,
     score_of,
     vector_of,
@@ -29,6 +32,11 @@ PIXELS_AT = 41  # where the pixels of `image_file` begin
 APART = {
     "sparse": Capability.SPARSE_EMBEDDING,
     "multi-vector": Capability.MULTI_VECTOR_EMBEDDING,
+}
+# Classifiers of texts and of tokens.
+LABELLERS = {
+    "labeller": Capability.TEXT_CLASSIFICATION,
+    "tagger": Capability.TOKEN_CLASSIFICATION,
 }
 MAX_INPUT_LEN = 48  # tokens; drawn worlds' encoders cut longer inputs
 
@@ -58,6 +66,8 @@ def pixels_in(file: bytes) -> bytes:
 def tokens_of(request: EncodeRequests) -> list[int]:
     """Return how many tokens each input of a valid request has."""
     lengths = [len(ids) for ids in inputs_of(request)]
+    if isinstance(request, ClassifyRequest):
+        return lengths
     if not isinstance(request, EmbedRequest):
         query = len(FakeTokenizer().encode(request.query)[:MAX_INPUT_LEN]) + 1
         return [length - query for length in lengths] if request.model in APART else lengths
@@ -69,7 +79,7 @@ def tokens_of(request: EncodeRequests) -> list[int]:
 
 def prompt_tokens_of(request: EncodeRequests) -> int:
     """Return the tokens of a valid request's inputs, and of a query that is read alone."""
-    if isinstance(request, EmbedRequest) or request.model not in APART:
+    if not isinstance(request, RerankRequest) or request.model not in APART:
         return sum(tokens_of(request))
     return sum(tokens_of(request)) + len(FakeTokenizer().encode(request.query)[:MAX_INPUT_LEN])
 
@@ -80,6 +90,8 @@ def inputs_of(request: EncodeRequests) -> list[tuple[int, ...]]:
     if isinstance(request, EmbedRequest):
         prompt = encode(PROMPTS.get(request.prompt_name, ""))
         return [_ids_of(one, prompt) for one in request.inputs]
+    if isinstance(request, ClassifyRequest):
+        return [_labelled_ids(one) for one in request.inputs]
     head = (*encode(request.query), SEPARATOR)
     if request.model in APART:  # each text is cut alone
         head = (*head[:-1][:MAX_INPUT_LEN], SEPARATOR)
@@ -94,6 +106,13 @@ def _ids_of(one: str | bytes | tuple[int, ...], prompt: tuple[int, ...]) -> tupl
     return ids[:MAX_INPUT_LEN]
 
 
+def _labelled_ids(one: Labelled) -> tuple[int, ...]:
+    if is_pair(one):
+        first, second = map(FakeTokenizer().encode, one)
+        return (*first, SEPARATOR, *second)[:MAX_INPUT_LEN]
+    return _ids_of(one, ())  # type: ignore[arg-type]
+
+
 def _numbers_of(values: list[float], request: EmbedRequest) -> Numbers:
     """Return a vector's numbers as a request wants them."""
     values = values[: request.dimensions]
@@ -104,11 +123,24 @@ def _numbers_of(values: list[float], request: EmbedRequest) -> Numbers:
     return in_precision(values, request.precision or "float32", low, high)
 
 
+def _labels_of(ids: tuple[int, ...], request: ClassifyRequest) -> list[float]:
+    """Return an input's labels and then their scores, and of entities their places."""
+    if request.aggregation:
+        entities = entities_of(ids, request.aggregation)
+        labels, scores = [one[0] for one in entities], [one[1] for one in entities]
+        return [*labels, *scores, *(place for one in entities for place in one[2:])]
+    best = label_scores_of(ids, request.activation, request.top_k)
+    return [*(label for label, _ in best), *(score for _, score in best)]
+
+
 def expected_results(request: EncodeRequests) -> list[list[float]]:
     """Return each input's numbers, in the precision asked for; of a sparse vector, the indices and
-    then the weights."""
+    then the weights; of labels, likewise."""
     found = []
     for ids in inputs_of(request):
+        if isinstance(request, ClassifyRequest):
+            found.append(_labels_of(ids, request))
+            continue
         if isinstance(request, EmbedRequest) and request.kind == "sparse":
             weights = weights_of(ids, request.top_k, request.threshold or 0.0)
             found.append([*weights, *weights.values()])

@@ -10,9 +10,11 @@ import trio
 from engine.core.common.events import Finished
 from engine.core.common.prompts import PromptProgress
 from engine.errors import TrioletError
-from engine.requests.encode.values import EmbedRequest, EncodeEvent, Score
+from engine.requests.encode.classify_values import Classification, ClassifyRequest
+from engine.requests.encode.values import EmbedRequest, EncodeEvent, RerankRequest, Score
 from engine.requests.stream import RequestStream
 from engine.requests.text.values import GenerateRequest, Started, StreamEvent
+from engine.worker.fakes.encode import LABELS, TOKEN_LABELS
 from grpc_service.access.unread_calls import UNREAD_AGE_S, UnreadCalls
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
 from tests.simulator.clients import Client
@@ -153,7 +155,7 @@ class TextReader(Reader):
 
 @dataclass
 class EncodeReader(Reader):
-    """The reader of an Embed or Rerank request, which compares each result with the oracle's."""
+    """The reader of a request to an encoder, which compares each result with the oracle's."""
 
     results: dict[int, list[float]] = field(default_factory=dict)
     finished: Finished | None = None
@@ -200,15 +202,29 @@ class EncodeReader(Reader):
         """Return the numbers of a result, which must be of the requested kind."""
         name = self._request.request_id
         if isinstance(event, Score):
-            if isinstance(self._request, EmbedRequest):
-                raise Violation(f"{name}: a score for an Embed")
+            if not isinstance(self._request, RerankRequest):
+                raise Violation(f"{name}: a score for no Rerank")
             return [event.score]
         assert not isinstance(event, Started | Finished)
+        if isinstance(event, Classification):
+            if not isinstance(self._request, ClassifyRequest):
+                raise Violation(f"{name}: labels for another request")
+            if event.tokens != self._tokens[event.index] or event.names != self._names():
+                raise Violation(f"{name}: {event.tokens} tokens of input {event.index}")
+            return [*event.ids, *event.scores, *(event.spans or ())]
         if not isinstance(self._request, EmbedRequest):
             raise Violation(f"{name}: a vector for a Rerank")
         if event.tokens != self._tokens[event.index]:
             raise Violation(f"{name}: {event.tokens} tokens of input {event.index}")
         return [*(event.indices or ()), *event.values]
+
+    def _names(self) -> tuple[str, ...]:
+        """Return the names of the labels that the request's results have."""
+        aggregation = getattr(self._request, "aggregation", "")
+        if not aggregation:
+            return LABELS
+        grouped = tuple(name.removeprefix("B-").removeprefix("I-") for name in TOKEN_LABELS)
+        return TOKEN_LABELS if aggregation == "none" else grouped
 
     def check_whole(self) -> None:
         """Check that all results have come or, of a Rerank with top_n, the best ones in order."""

@@ -57,7 +57,7 @@ from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.simulator.drafters import drafter_of_world, model_of_world
 from tests.simulator.encode_clients import EMBEDDER, RERANKER
-from tests.simulator.encode_oracle import APART, MAX_INPUT_LEN
+from tests.simulator.encode_oracle import APART, LABELLERS, MAX_INPUT_LEN
 from tests.simulator.oracle import echo_of, expected_output, is_end, prompt_of
 from tests.simulator.readers import (
     SLACK_S,
@@ -223,9 +223,10 @@ class Simulation:
             draft=drafter_of_world(world.seed),
             draft_model=model_of_world(world.seed),
         )
-        if model.name in (EMBEDDER, RERANKER, *APART):
+        if model.name in (EMBEDDER, RERANKER, *APART, *LABELLERS):
             embeds = Capability.IMAGE_EMBEDDING if world.has_images else Capability.TEXT_EMBEDDING
-            kind = {EMBEDDER: embeds, RERANKER: Capability.RERANK, **APART}[model.name]
+            kinds = {EMBEDDER: embeds, RERANKER: Capability.RERANK, **APART, **LABELLERS}
+            kind = kinds[model.name]
             # encode requests have few rows and steps, so that more of these must fail
             script.encode_fault = partial(self._draw_fault, times=3.0)
             script.sample_fault = partial(self._draw_row_fault, world.row_fault_share)

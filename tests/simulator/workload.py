@@ -29,10 +29,11 @@ from tests.simulator.encode_clients import (
     EMBEDDER,
     RERANKER,
     ask_encoder,
+    label_inputs,
     shape_vectors,
     show_images,
 )
-from tests.simulator.encode_oracle import APART
+from tests.simulator.encode_oracle import APART, LABELLERS
 from tests.simulator.oracle import MAX_MODEL_LEN
 
 FAULTS = (
@@ -173,10 +174,13 @@ def draw_world(
     shapes = random.Random(f"vectors {seed}")
     others = list(APART) if num_encodes and shapes.random() < 0.4 else []
     clients = tuple(shape_vectors(shapes, client, others) for client in clients)
-    config = replace(
-        config,
-        models=config.models + tuple(ModelConfig(one, capability=APART[one]) for one in others),
-    )
+    labels = random.Random(f"labels {seed}")
+    kinds = {one: APART[one] for one in others}
+    if num_encodes and labels.random() < 0.4:
+        clients = tuple(label_inputs(labels, client) for client in clients)
+        kinds |= LABELLERS
+    models = tuple(ModelConfig(one, capability=kinds[one]) for one in kinds)
+    config = replace(config, models=config.models + models)
     pool = pool_faults.PoolFaults()
     if pool_faults.FAULT in active:
         config, pool = pool_faults.crowd(seed, config, duration, num_blocks * block_size)

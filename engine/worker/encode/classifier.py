@@ -56,12 +56,18 @@ def load_classifier(
     folder: Path, capability: Capability, weights: dict[str, torch.Tensor] | None
 ) -> Classifier:
     """Load a classifier on the CPU in float32, without the network, foreign code or pickled files.
-    ``weights``, if given, replace the files'. The caller holds the import lock."""
+    ``weights``, if given, replace the files'. The caller holds the import lock.
+
+    Raises:
+        Refusal: The model has no labels.
+    """
     import transformers
 
     made = getattr(transformers, AUTO_CLASSES[capability])
     own = {"trust_remote_code": False, "local_files_only": True}
     config = transformers.AutoConfig.from_pretrained(str(folder), **own)
+    if not config.num_labels:
+        raise Refusal("its config.json has no labels (id2label)")
     config.use_cache = False  # of a decoder: no token is generated
     kind = {"config": config, "dtype": torch.float32, "use_safetensors": True}
     model = made.from_pretrained(str(folder), **kind, **own)
