@@ -32,6 +32,7 @@ class Count:
     arrival: float = 0.0
     deadline: float | None = None
     capability, image_bytes, num_choices, prompt_tokens = COUNTING, 0, 1, 1
+    holder, weight = "", 1
     num_tokens = num_tokens_ahead = property(lambda self: self.start)
 
     def validate(self):

@@ -217,6 +217,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
                 request,
                 self._rate.tokens_per_s,
                 self.token_word,
+                self._waiting.items,
             )
             or self._infeasible(request, now)
         )

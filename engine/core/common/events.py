@@ -58,6 +58,14 @@ class CoreRequest(Journaled, Protocol):
         """The rank among waiting requests; the lowest starts first."""
 
     @property
+    def holder(self) -> str:
+        """Whose request it is (`engine.core.common.shares`); "" for all without a name."""
+
+    @property
+    def weight(self) -> int:
+        """Its holder's part beside other holders."""
+
+    @property
     def num_choices(self) -> int:
         """How many `Finished` events the request gets."""
 

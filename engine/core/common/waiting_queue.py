@@ -29,6 +29,10 @@ class Queued(Protocol):
     waiting_key: Key
 
     @property
+    def request(self) -> CoreRequest:
+        """The item's request."""
+
+    @property
     def queued_tokens(self) -> int:
         """The item's tokens to compute. After a change in the queue, call
         `WaitingQueue.recount`."""

@@ -71,6 +71,8 @@ class ImageGenerationRequest:
     prompt_tokens: int = 0
     priority: int = 0
     deadline: float | None = None
+    holder: str = ""  # as in `engine.core.text.types.Request`
+    weight: int = 1
 
     @property
     def num_choices(self) -> int:

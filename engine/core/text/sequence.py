@@ -162,6 +162,11 @@ class Sequence:
         return self.wants_scores and not self.output and self.num_computed < self.num_prompt - 1
 
     @property
+    def request(self) -> Request:
+        """The request of which the sequence is a choice."""
+        return self.live.request
+
+    @property
     def queued_tokens(self) -> int:
         """The tokens to compute when the sequence starts."""
         return self.num_tokens

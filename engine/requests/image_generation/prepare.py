@@ -93,6 +93,8 @@ class ImageGenerationPreparer:
             prompt_tokens=prompt_tokens,
             priority=assignment.origin.priority_of(request.priority),
             deadline=assignment.deadline,
+            holder=assignment.origin.holder,
+            weight=assignment.origin.weight,
         )
         return PreparedDrawing(
             core_request,
