@@ -1137,15 +1137,15 @@ MUTANTS = (
     ),
     Mutant(
         "prompts cost their holder nothing",
-        prices.price_of,
-        "prices[payer] += token_s * count",
+        prices.price_alone,
+        "prices[payer] += times.price_of_prompts(count)",
         "pass",
     ),
     Mutant(
         "cached tokens cost as much as computed ones",
-        prices.price_of,
-        "count = row.count + sum(",
-        "count = row.start + row.count + sum(",
+        prices.counts_of,
+        "count = row.count + cost",
+        "count = row.start + row.count + cost",
         seed=141,
     ),
     Mutant(

@@ -107,28 +107,19 @@ class ShareWatch:
         return wrong
 
     def _service_of(self, rows: list[tuple[Sequence, Row]]) -> dict[str, float]:
-        """Return what each holder gets of a step: of the decodes' time by positions, of the
-        prompts' time by tokens."""
-        times = self._scheduler._times
-        decodes = [(seq, row) for seq, row in rows if row.count - row.drafts == 1]
-        chunks = [
-            (seq, row.count + sum(x.cost for x in seq.live.request.images if _has(row, x.start)))
-            for seq, row in rows
-            if row.count - row.drafts > 1
-        ]
+        """Return what each holder gets of a step: as many seconds as its rows alone would take."""
         service: dict[str, float] = {}
-        if decodes:
-            num_drafts = sum(row.drafts for _, row in decodes)
-            each = times.price_of_decodes(len(decodes), num_drafts)
-            each /= sum(row.count for _, row in decodes)
-            for seq, row in decodes:
-                service[_holder(seq)] = service.get(_holder(seq), 0.0) + each * row.count
-        if chunks:
-            total = sum(count for _, count in chunks)
-            each = times.price_of_prompts(total) / total
-            for seq, count in chunks:
-                service[_holder(seq)] = service.get(_holder(seq), 0.0) + each * count
+        for name in {_holder(seq) for seq, _ in rows}:
+            own = [(row, _cost(seq, row)) for seq, row in rows if _holder(seq) == name]
+            decodes = [row for row, cost in own if not cost and row.count - row.drafts == 1]
+            chunks = [row.count + cost for row, cost in own if row not in decodes]
+            service[name] = self._price(len(decodes), sum(row.drafts for row in decodes))
+            service[name] += self._scheduler._times.price_of_prompts(sum(chunks)) if chunks else 0
         return service
+
+    def _price(self, num_decodes: int, num_drafts: int) -> float:
+        times = self._scheduler._times
+        return times.price_of_decodes(num_decodes, num_drafts) if num_decodes else 0.0
 
     def _largest_of(self, possible: list[Sequence]) -> float:
         """Return what the largest step would cost now."""
@@ -144,8 +135,10 @@ def _holder(seq: Sequence) -> str:
     return seq.live.request.holder
 
 
-def _has(row: Row, position: int) -> bool:
-    return row.start <= position < row.start + row.count
+def _cost(seq: Sequence, row: Row) -> int:
+    """Return what encoding the images of a row costs, in tokens."""
+    end = row.start + row.count
+    return sum(x.cost for x in seq.live.request.images if row.start <= x.start < end)
 
 
 def _could_run(seq: Sequence, block_size: int) -> bool:

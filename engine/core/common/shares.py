@@ -8,10 +8,11 @@ like needs share their steps, and one with many requests skips steps beside one 
 
 Rule 1: the counter of a holder whose work begins, or goes on, is lifted to that of the least, so
 that nobody saves up a share (virtual token counters, Sheng et al., arXiv 2401.00588). A holder that
-has left keeps its counter while it is ahead: it cannot lose its lead by leaving. Rule 2: the
-counters of any two holders that could be in every step differ by at most the prices of two steps,
-those of the largest, each divided by its holder's weight. Rule 3: nothing here knows what a price
-is made of (`engine.core.text.prices`).
+has left keeps its counter while it is ahead: it cannot lose its lead by leaving. But the first step
+after its return comes at once if it is ahead by less than the `head_start`, so that a first token
+waits for one step of others at most. Rule 2: the counters of any two holders that could be in every
+step differ by at most the prices of two steps, those of the largest, each divided by its holder's
+weight. Rule 3: nothing here knows what a price is made of (`engine.core.text.prices`).
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ if TYPE_CHECKING:
 
 class Share:
     """A holder's share. ``counter`` is in prices for each unit of ``weight``. ``num_live`` are its
-    requests, and ``num_active`` its sequences that run or wait. Read-only outside `Shares`."""
+    requests, and ``num_active`` its sequences that run or wait. ``is_back``: it has been idle, and
+    was in no step since then. Read-only outside `Shares`, but for ``turn``, the rank of the last
+    sequence of a step that had no room for all of its decodes."""
 
-    __slots__ = ("counter", "holder", "num_active", "num_live", "weight")
+    __slots__ = ("counter", "holder", "is_back", "num_active", "num_live", "turn", "weight")
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
         self.weight = 1
         self.counter = 0.0
         self.num_live = self.num_active = 0
+        self.is_back = False
+        self.turn: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Share {self.holder!r} {self.counter:g}, {self.num_active} active>"
@@ -40,10 +45,11 @@ class Share:
 
 class Shares:
     """The shares of one scheduler. ``is_contested``: there are several holders; otherwise nothing
-    is counted."""
+    is counted. ``head_start`` is in prices (rule 1)."""
 
     def __init__(self) -> None:
         self.is_contested = False
+        self.head_start = 0.0
         self._known: dict[str, Share] = {}
         self._floor = 0.0  # the counter of the holder that was active last
 
@@ -72,6 +78,7 @@ class Shares:
         if share.num_active == 1:
             others = [x.counter for x in self._known.values() if x.num_active and x is not share]
             share.counter = max(share.counter, min(others, default=self._floor))
+            share.is_back = bool(others)
 
     def deactivate(self, share: Share) -> None:
         """Take note that a sequence neither waits nor runs any more."""
@@ -90,14 +97,20 @@ class Shares:
     # ---- service
 
     def in_order(self) -> list[Share]:
-        """Return the active holders, the least first."""
+        """Return the active holders, the least first, but for the `head_start` of those that are
+        back."""
         active = [share for share in self._known.values() if share.num_active]
-        return sorted(active, key=lambda share: share.counter)
+        return sorted(active, key=self._place_of)
+
+    def _place_of(self, share: Share) -> tuple[float, bool]:
+        ahead = self.head_start / share.weight if share.is_back else 0.0
+        return share.counter - ahead, not share.is_back
 
     def charge(self, prices: Mapping[Share, float]) -> None:
         """Count what a step computes for each holder: the ``prices`` of its parts."""
         for share, price in prices.items():
             share.counter += price / share.weight
+            share.is_back = False
         if any(not share.num_live for share in self._known.values()):
             self._forget_idle()
 

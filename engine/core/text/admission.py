@@ -345,25 +345,19 @@ def victims_for_first(
     is_free = max(lacking, seats_over, over) <= 0
     if not is_free:
         return []
-    before = set(let_in[: let_in.index(first.live.share) + 1]) if let_in else None
-    is_left = _has_tokens_left(ledger, victims, prompt_limit, before, first=first)
+    # with several holders, the first one starts before the running ones are planned
+    is_left = bool(let_in) or _has_tokens_left(ledger, victims, prompt_limit, first)
     return victims if is_left else []
 
 
 def _has_tokens_left(
-    ledger: Ledger,
-    victims: list[Sequence],
-    prompt_limit: int,
-    before: Collection[Share] | None = None,
-    *,
-    first: Sequence | None = None,
+    ledger: Ledger, victims: list[Sequence], prompt_limit: int, first: Sequence
 ) -> bool:
     """Return whether the running prompts leave some of the step's tokens once the victims are gone.
-    If no tokens are left, it is too early to preempt. Only prompts of the holders ``before``, which
-    the step computes first, count; None: all of them."""
+    If no tokens are left, it is too early to preempt."""
     room, wanted, score_left = ledger.config.max_num_batched_tokens, 0, SCORED_TOKENS_MAX
-    for seq in ledger.running if first is None else _counted(ledger, first):
-        if seq in victims or (before is not None and seq.live.share not in before):
+    for seq in _counted(ledger, first):
+        if seq in victims:
             continue
         count = seq.num_tokens - seq.num_computed
         if seq.is_scoring:  # a step scores `SCORED_TOKENS_MAX` positions of prompts

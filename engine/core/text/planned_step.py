@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.core.common.types import BlockId, SequenceId
     from engine.core.text.ledger import Ledger
     from engine.core.text.plan import Row
-    from engine.core.text.sequence import Sequence
+    from engine.core.text.sequence import Rank, Sequence
 
 EMPTY_PLAN = StepPlan(PlanId(0), ())
 
@@ -34,8 +34,9 @@ class PlannedStep:
     ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``num_drafts`` counts
     the drafted tokens of its rows, and ``image_cost`` what encoding its rows' images may cost, in
     tokens. ``states`` are the state slots that it takes; None if the model has no states.
-    ``passed`` are the holders behind those of its rows that it could compute nothing for. `seal`
-    sets ``plan``, ``num_tokens``, which its rows compute, and ``started_at``.
+    ``passed`` are the holders behind those of its rows that it could compute nothing for, and
+    ``turns`` has the rank of the last decode of each holder that it had no room for all decodes of.
+    `seal` sets ``plan``, ``num_tokens``, which its rows compute, and ``started_at``.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class PlannedStep:
         "started",
         "started_at",
         "states",
+        "turns",
     )
 
     def __init__(self, ledger: Ledger) -> None:
@@ -69,6 +71,7 @@ class PlannedStep:
         self.num_drafts = self.num_tokens = 0
         self.image_cost = 0
         self.passed: list[Share] = []
+        self.turns: dict[Share, Rank] = {}
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.plan = EMPTY_PLAN
 
@@ -82,6 +85,8 @@ class PlannedStep:
                 admitted.append(_admission(seq))
         released, self._ledger.released = self._ledger.released, []
         self.started_at = now
+        for share, rank in self.turns.items():
+            share.turn = rank
         self.plan = StepPlan(
             plan_id, tuple(self.rows), tuple(self.copies), tuple(admitted), tuple(released)
         )

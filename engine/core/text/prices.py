@@ -1,22 +1,23 @@
-"""What a step costs each of those who pay for it (a holder's share, or a request's meter): its
-usual time on this machine, divided among its rows.
+"""What a step costs each of those who pay for it.
 
-Rule 1: a token costs what it adds to a step of its shape. The decodes of a step share the time that
-so many decodes usually take alone, each by its positions: a row with drafts has several. Prompts
-share the time that their tokens add to it, and an image counts with the tokens that encoding it
-costs. What is cached is not computed, and costs nothing. Rule 2: the times are the medians that
-`StepTimes` has measured, so that a step which was slow by accident costs nobody more.
+Rule 1: a holder's share pays what a step with the holder's rows alone usually takes. So equal work
+costs equally much whoever shares the steps, and what a shared step saves is everybody's. The meters
+of requests divide the step's own time, by what their rows add to it. Rule 2: decodes cost what so
+many usually take, a row with drafts more; prompts cost the time that their tokens add to a step,
+and an image counts with the tokens that encoding it costs. What is cached is not computed, and
+costs nothing. Rule 3: the times are the medians that `StepTimes` has measured, so that a step which
+was slow by accident costs nobody more.
 """
 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from engine.core.common.meter import EqualSteps, divide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from engine.core.common.meter import Meter
     from engine.core.common.shares import Share
@@ -29,28 +30,43 @@ share_of: Callable[[Sequence], Share] = attrgetter("live.share")
 meter_of: Callable[[Sequence], Meter] = attrgetter("live.meter")
 
 
+class _Counts(NamedTuple, Generic[PayerT]):
+    """What each of those who pay has in a step: decodes, their drafts, and prompt tokens."""
+
+    decodes: dict[PayerT, int]
+    drafts: dict[PayerT, int]
+    prompts: dict[PayerT, int]
+
+
+def counts_of(step: PlannedStep, payer_of: Callable[[Sequence], PayerT]) -> _Counts[PayerT]:
+    """Return what each of those who pay for a step's sequences has in it."""
+    found: _Counts[PayerT] = _Counts({}, {}, {})
+    decodes, drafts, prompts = found
+    for seq, row in zip(step.sequences, step.rows, strict=True):
+        payer, images, cost = payer_of(seq), seq.live.request.images, 0
+        if images:
+            end = row.start + row.count
+            cost = sum([image.cost for image in images if row.start <= image.start < end])
+        if cost or row.count > 1 + row.drafts:
+            count = row.count + cost
+            prompts[payer] = prompts.get(payer, 0) + count
+        else:
+            decodes[payer] = decodes.get(payer, 0) + 1
+            drafts[payer] = drafts.get(payer, 0) + row.drafts
+    return found
+
+
 def price_of(
     times: StepTimes, step: PlannedStep, payer_of: Callable[[Sequence], PayerT]
 ) -> dict[PayerT, float]:
-    """Return what a step costs each of those who pay for its sequences, in seconds."""
-    decodes: dict[PayerT, int] = {}
-    prompts: dict[PayerT, int] = {}
-    num_decodes = 0
-    for seq, row in zip(step.sequences, step.rows, strict=True):
-        payer = payer_of(seq)
-        if row.count > 1 + row.drafts:
-            end = row.start + row.count
-            images = seq.live.request.images
-            count = row.count + sum([x.cost for x in images if row.start <= x.start < end])
-            prompts[payer] = prompts.get(payer, 0) + count
-        else:
-            num_decodes += 1
-            decodes[payer] = decodes.get(payer, 0) + row.count
+    """Return what each of those who pay adds to a step, in seconds: decodes by their positions."""
+    decodes, drafts, prompts = counts_of(step, payer_of)
     prices = dict.fromkeys([*decodes, *prompts], 0.0)
-    if decodes:
-        decodes_s = times.price_of_decodes(num_decodes, step.num_drafts) / sum(decodes.values())
+    if num_decodes := sum(decodes.values()):
+        num_drafts = sum(drafts.values())
+        each_s = times.price_of_decodes(num_decodes, num_drafts) / (num_decodes + num_drafts)
         for payer, count in decodes.items():
-            prices[payer] += decodes_s * count
+            prices[payer] += each_s * (count + drafts[payer])
     if prompts:
         total = sum(prompts.values())
         token_s = times.price_of_prompts(total) / total
@@ -59,19 +75,20 @@ def price_of(
     return prices
 
 
-def price_alone(times: StepTimes, running: Iterable[Sequence], room: int) -> float:
-    """Return what a step with these sequences alone costs, in seconds; it has room for ``room``
-    prompt tokens."""
-    missing = [seq.num_tokens - seq.num_computed for seq in running]
-    num_decodes = missing.count(1)
-    num_prompt = min(room, sum(missing) - num_decodes)
-    price = times.price_of_decodes(num_decodes) if num_decodes else 0.0
-    return price + (times.price_of_prompts(num_prompt) if num_prompt > 0 else 0.0)
+def price_alone(times: StepTimes, counts: _Counts[PayerT]) -> dict[PayerT, float]:
+    """Return what a step with the rows of each of those who pay alone takes, in seconds."""
+    decodes, drafts, prompts = counts
+    prices = dict.fromkeys([*decodes, *prompts], 0.0)
+    for payer, count in decodes.items():
+        prices[payer] += times.price_of_decodes(count, drafts[payer])
+    for payer, count in prompts.items():
+        prices[payer] += times.price_of_prompts(count)
+    return prices
 
 
 def charge(step: PlannedStep, times: StepTimes) -> dict[Share, float]:
     """Return what a step costs each holder."""
-    return price_of(times, step, share_of)
+    return price_alone(times, counts_of(step, share_of))
 
 
 class Metering(EqualSteps):

@@ -10,6 +10,7 @@ Source: design D4–D7, D9, D17–D19.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
     from engine.core.common.types import EndReason, Explanation, PlanId
     from engine.errors import FieldViolation, TrioletError
 
+# Seconds for which steps stay short after another holder's last one: estimate, a reader's pause
+# between two requests. A longer time would cost the holder that stays more.
+SHARED_S = 5.0
+
 
 class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     """One text model replica's scheduler."""
@@ -83,6 +88,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self._recovery = Recovery(self._ledger, self._budget, self._endings, self._note_preemption)
         self._prepared: PlannedStep | None = None
         self._charged: dict[Share, float] = {}  # for the step in flight
+        self._shared_until = -math.inf  # steps are as short as with several holders
         self._preemptions = self._discarded = 0
 
     def __repr__(self) -> str:
@@ -112,10 +118,13 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self._drafts.widen(step, is_allowed=not self._recovery.is_under_way)
         if step is not None:
             step.seal(plan_id, now)
-            self._charged = charge(step, self._times) if self._shares.is_contested else {}
-            if self._charged:
+            self._charged = {}
+            if self._shares.is_contested:
+                self._charged = charge(step, self._times)
                 self._shares.pass_over(step.passed, self._charged)
                 self._shares.charge(self._charged)
+                self._shares.head_start = self._times.short_step_s()
+                self._shared_until = now + SHARED_S
         return step
 
     def prepare(self, now: float) -> None:
@@ -172,7 +181,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         of memory (D17). ``but_background`` None: background work gives way to what is there."""
         if but_background is None:
             but_background = self._ledger.background_gives_way()
-        if self._shares.is_contested:
+        if self._shares.is_contested or now < self._shared_until:
             return SharedStepBuilder(
                 self._ledger,
                 now,
@@ -249,6 +258,8 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self._rate.note(num_tokens, seconds)
         self._drafts.note_step(step, draft_s)
         self._times.note(step, num_tokens, seconds - draft_s)
+        if now < self._shared_until:
+            self._times.note_shared(step, num_tokens, seconds - draft_s)
 
     def _step_failed(self, step: PlannedStep, failure: StepFailure, now: float) -> None:
         self._discard_prepared(now)

@@ -2,7 +2,9 @@
 
 Rule 1: the holders that are behind come first, and those far ahead are left out
 (`engine.core.common.shares`). Within a holder the order is that of `StepBuilder`: rank for what
-runs, and the queue for what waits. Rule 2: a holder that cannot be computed holds up nobody, and a
+runs, and the queue for what waits. Steps are short (`StepTimes.short_step`), so that a holder that
+comes waits little: their positions go to the holders in that order. A holder with more decodes than
+its positions has them in turn. Rule 2: a holder that cannot be computed holds up nobody, and a
 step is empty only if there is nothing to compute. Rule 3: memory goes from a holder to another only
 if it then still has at least as much for its weight (`admission.victims_by_share`), so that they
 never take it from each other in turn. If every holder lacks memory, the oldest sequence goes on,
@@ -11,13 +13,14 @@ whoever's it is (I10).
 
 from __future__ import annotations
 
+from bisect import bisect
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.text import admission
 from engine.core.text.lifecycle import State
-from engine.core.text.prices import price_alone
 from engine.core.text.step_builder import StepBuilder, count_decodes
+from engine.core.text.step_times import TOKENS_EACH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,6 +32,24 @@ if TYPE_CHECKING:
     from engine.core.text.step_times import StepTimes
 
 
+class _Part(NamedTuple):
+    """A holder's part of a step. ``prompts`` and ``decodes`` are its running sequences; the decodes
+    are in the order of their turns, and the first ``num_decodes`` may be in the step, beside
+    ``num_prompt`` prompt tokens, of ``num_wanted`` that it has."""
+
+    prompts: list[Sequence]
+    decodes: list[Sequence]
+    num_decodes: int
+    num_prompt: int
+    num_wanted: int
+
+    def price(self, times: StepTimes) -> float:
+        """Return what a step with this part alone costs, in seconds."""
+        price = times.price_of_decodes(self.num_decodes) if self.num_decodes else 0.0
+        num_prompt = min(self.num_prompt, self.num_wanted)
+        return price + (times.price_of_prompts(num_prompt) if num_prompt else 0.0)
+
+
 class SharedStepBuilder(StepBuilder):
     """Builds one step, in which holders share. ``times`` has what steps cost; the others are as for
     `StepBuilder`."""
@@ -37,6 +58,9 @@ class SharedStepBuilder(StepBuilder):
         "_able",
         "_is_by_rank",
         "_let_in",
+        "_num_decodes",
+        "_num_prompt",
+        "_positions",
         "_running",
         "_share",
         "_times",
@@ -65,6 +89,8 @@ class SharedStepBuilder(StepBuilder):
         self._times = times
         self._let_in: list[Share] = []
         self._able = self._beside  # the running sequences of all holders that the step may have
+        self._positions = times.short_step()
+        self._num_decodes = self._num_prompt = 0  # of those positions
         self._share: Share | None = None  # of the holder whose sequences may start now
         self._is_by_rank = False  # whether the oldest takes memory from anybody
         # Each holder's sequences in their order, so that a holder's turn costs no look at others'.
@@ -93,13 +119,16 @@ class SharedStepBuilder(StepBuilder):
             order = [share for share in active if share in able]
         if not order:
             return
-        self._let(self._behind(order))
+        behind = self._behind(order)
+        self._let(behind)
         if self._lacks_room_for_first():
             return
         may_start = self._plan_let_in(may_start=True)
-        for share in order[len(self._let_in) :]:
+        for share in order:
             if self._step.rows:
                 break
+            if share in behind:
+                continue
             # the others lack memory, or what is left of them is in the step in flight
             self._let([share])
             may_start = self._plan_let_in(may_start=may_start)
@@ -114,12 +143,7 @@ class SharedStepBuilder(StepBuilder):
     def _behind(self, order: list[Share]) -> list[Share]:
         """Return the least holder, and those that it would overtake by a step of its own."""
         first = order[0]
-        running = self._running.get(first, [])
-        waiting = [seq for seq in self._ledger.waiting.items if seq.live.share is first]
-        if self._but_background:
-            waiting = [seq for seq in waiting if not seq.is_background]
-        room = self._prompt_limit(count_decodes(running))
-        alone_s = price_alone(self._times, [*running, *waiting], room)
+        alone_s = self._part_of(first, is_first=True).price(self._times)
         most = first.counter + alone_s / first.weight
         return [share for share in order if share.counter <= most]
 
@@ -130,43 +154,109 @@ class SharedStepBuilder(StepBuilder):
         self._beside = [seq for seq in own if seq.state is State.RUNNING]
         self._chunk_left = None
 
+    def _part_of(self, share: Share, *, is_first: bool) -> _Part:
+        """Return a holder's part of what is left of the step. The first holder may have more than
+        that of prompts alone."""
+        decodes, prompts, wanted = [], [], 0
+        for seq in self._running.get(share, ()):
+            if seq.state is State.RUNNING:
+                missing = seq.num_tokens - seq.num_computed
+                if missing == 1:
+                    decodes.append(seq)
+                else:
+                    prompts.append(seq)
+                    wanted += missing
+        wanted += sum([seq.num_tokens for seq in self._waiting_of(share)])
+        used = self._num_decodes + self._num_prompt + self._step.image_cost
+        left, room = self._positions - used, self._ledger.config.max_num_batched_tokens - used
+        if is_first:
+            left = max(1, left) if decodes else max(left, self._times.short_prompts())
+        left = min(left, room)
+        # each decode has its token before prompts have more than their part
+        num_prompt = min(wanted, left * TOKENS_EACH // (TOKENS_EACH + 1))
+        num_decodes = min(len(decodes), left - num_prompt)
+        if num_decodes < len(decodes):
+            turn = bisect(decodes, share.turn, key=lambda seq: seq.rank)
+            decodes = [*decodes[turn:], *decodes[:turn]]
+        return _Part(prompts, decodes, num_decodes, left - num_decodes, wanted)
+
     def _plan_let_in(self, *, may_start: bool) -> bool:
-        """Plan the rows of the holders that are let in, each one's running sequences before those
-        that start. Return whether other holders may start sequences: not if one cannot for want of
-        memory, which they would take as it becomes free."""
-        ledger = self._ledger
+        """Plan the rows of the holders that are let in, as long as there are positions. Return
+        whether other holders may start sequences: not if one cannot for want of memory, which they
+        would take as it becomes free."""
         for share in self._let_in:
-            self._plan_all_running(self._running.get(share, []))
-            if may_start and ledger.waiting.items:
-                self._share = share
-                may_start = self._start_waiting()
+            is_first = share is self._let_in[0] or not self._step.rows
+            num_prompt = self._num_prompt + self._step.image_cost
+            if not is_first and self._num_decodes + num_prompt >= self._positions:
+                break
+            part = self._part_of(share, is_first=is_first)
+            if not is_first and part.num_decodes < len(part.decodes):
+                break  # a few of its decodes alone would cost it nearly as much as all
+            limit = self._prompt_limit(self._num_decodes + part.num_decodes)
+            if not is_first and num_prompt > limit:
+                break  # beside decodes a step has fewer prompt tokens
+            self._chunk_left = max(0, min(part.num_prompt, limit - num_prompt))
+            may_start = self._plan_part(share, part, may_start=may_start)
         return may_start
+
+    def _plan_part(self, share: Share, part: _Part, *, may_start: bool) -> bool:
+        """Plan a holder's rows, and return what `_plan_let_in` does."""
+        rows, planned, cost = self._step.rows, len(self._step.rows), self._step.image_cost
+        first, decodes = part.decodes[: part.num_decodes], part.decodes[part.num_decodes :]
+        self._plan_all_running(sorted([*first, *part.prompts], key=lambda seq: seq.rank))
+        if may_start and self._ledger.waiting.items:
+            self._share = share
+            may_start = self._start_waiting()
+        most = part.num_decodes + part.num_prompt - (self._step.image_cost - cost)
+        # Where prompts or some decodes cannot be computed, others have their positions.
+        while decodes and (free := most - sum([row.count for row in rows[planned:]])) > 0:
+            first, decodes = decodes[:free], decodes[free:]
+            self._plan_all_running(first)
+        if decodes:
+            self._step.turns[share] = first[-1].rank
+        self._note_planned(planned)
+        return may_start
+
+    def _note_planned(self, first: int) -> None:
+        """Count the positions of the rows from a ``first`` on."""
+        counts = [row.count for row in self._step.rows[first:]]
+        num_decodes = counts.count(1)
+        self._num_decodes += num_decodes
+        self._num_prompt += sum(counts) - num_decodes
 
     def _lacks_room_for_first(self) -> bool:
         """Preempt sequences so that the first waiting sequence of the holders that are let in can
-        start. Return whether that has to wait until no step is in flight."""
-        for share in self._let_in:
+        start, and start it before any other row takes what they gave up. Return whether that has to
+        wait until no step is in flight."""
+        for index, share in enumerate(self._let_in):
             self._share = share
             if self._first_waiting() is None:
                 continue
-            if self._may_preempt:
-                self._make_room_for_first()
-            elif self._victims_for_first():
-                self._lacked_blocks = True
-                return True
-            return False
+            if not self._may_preempt:
+                self._lacked_blocks = bool(self._victims_for_first())
+            elif self._make_room_for_first() and (first := self._first_waiting()) is not None:
+                limit = self._prompt_limit(count_decodes(self._beside))
+                most = min(self._part_of(share, is_first=not index).num_prompt, limit)
+                # one position is left to the first holder, whoever starts
+                self._chunk_left = min(most, self._ledger.config.max_num_batched_tokens - 1)
+                self._start(first, admission.match(self._ledger, first))
+                self._note_planned(0)
+            return self._lacked_blocks
         return False
 
     # ---- what is a holder's
 
     def _queue(self) -> list[Sequence]:
+        return [] if self._share is None else self._waiting_of(self._share)
+
+    def _waiting_of(self, share: Share) -> list[Sequence]:
         if self._waiting is None:
             self._waiting = _by_holder(super()._queue())
-        if self._share is None:
-            return []
         # Some have started or were parked since.
-        own = self._waiting.get(self._share, ())
-        return [seq for seq in own if seq.state is State.WAITING]
+        return [seq for seq in self._waiting.get(share, ()) if seq.state is State.WAITING]
+
+    def _chunk_of(self, seq: Sequence, remaining: int) -> int:
+        return super()._chunk_of(seq, remaining) if self._chunk_room() else 0
 
     def _preempt(self, victim: Sequence) -> None:
         super()._preempt(victim)

@@ -345,19 +345,22 @@ class StepBuilder:
             self._ledger, first, self._now, self._prompt_limit(count_decodes(self._beside))
         )
 
-    def _make_room_for_first(self) -> None:
-        """Preempt sequences so that the first of the queue can start. This comes before the running
+    def _make_room_for_first(self) -> bool:
+        """Preempt sequences so that the first of the queue can start, and return whether any was.
+        This comes before the running
         sequences are planned, because a sequence in the plan cannot be preempted. A first sequence
         whose stream is full is parked; the next one is then the first."""
         while (first := self._first_waiting()) is not None and not admission.has_slots(
             self._ledger, first, self._prompt_limit(count_decodes(self._beside))
         ):
             if any(other.state is State.RUNNING for other in first.live.sequences):
-                return  # the request's running choice needs the slots, or has both parked
+                return False  # the request's running choice needs the slots, or has both parked
             first.credit.mark_starved()
             self._ledger.park(first.live, self._now)  # no step in flight has a row of the request
-        for victim in self._victims_for_first():
+        victims = self._victims_for_first()
+        for victim in victims:
             self._preempt(victim)
+        return bool(victims)
 
     def _start_waiting(self) -> bool:
         """Start sequences from the head of the queue, up to the first that cannot start, so that

@@ -36,6 +36,9 @@ TOKEN_COST = 0.05  # what one more position costs, in steps, until that is measu
 PASS_COST = 0.25  # what a draft model's token costs, in steps, until that is measured
 DECODES_S = 0.01  # what decodes cost a holder until they are measured; only the first steps need it
 TOKENS_PER_STEP = 16  # and how many prompt tokens cost as much; estimate, as above
+SHORT_STEPS = 3  # holders' steps may last three shortest steps; by `tools.lab.bench holders`
+SHORT_PROMPTS = 2  # and prompts without decodes twice that, so that few are cut; estimate
+SHORT_MIN = 24  # positions of such a step; estimate: fewer would waste its fixed cost
 PLAIN_FIRST = 3  # steps without drafts to begin with; estimate: their median leaves out a slow one
 PLAIN_EVERY = 32  # estimate: one step in 32 goes without the draft model, to be measured
 
@@ -54,6 +57,7 @@ class StepTimes:
         # Seconds of steps of decodes alone, by their number; from `DRAFTING_STEP_MAX` on in
         # doublings.
         self._decodes = [deque[float](maxlen=KEPT) for _ in range(DRAFTING_STEP_MAX + len(sizes))]
+        self._widths = [deque[int](maxlen=KEPT) for _ in self._decodes]  # the numbers of decodes
         # [k]: seconds of a prompt token in steps with at least budget / 2**k prompt tokens, and
         # fewer than budget / 2**(k - 1).
         self._prompts = [deque[float](maxlen=KEPT) for _ in sizes]
@@ -67,6 +71,9 @@ class StepTimes:
         self.pass_ratio = PASS_COST
         self._passes = _expected(PASS_COST)
         self._num_draftable = 0  # steps in which a draft model might draft
+        # What each further position adds to a step of holders, in shortest steps.
+        self._positions = _expected(TOKEN_COST)
+        self._token_s = deque[float](maxlen=KEPT)  # of their prompt tokens
         # [k]: what the least time by `_prompts[:k]` is divided by, until such a step is measured.
         self._discounts: dict[int, float] = {}
 
@@ -74,9 +81,11 @@ class StepTimes:
         """Count a committed step of ``num_tokens``, its drafts not counted, and of ``seconds``, the
         draft model's not counted. A step of 0 seconds or less gives no estimate."""
         num_rows, num_drafts = len(step.rows), step.num_drafts
-        last = self._decodes[_place(num_rows)]
+        place = _place(num_rows)
+        last = self._decodes[place]
         if num_tokens == num_rows and not num_drafts:
             last.append(max(0.0, seconds))
+            self._widths[place].append(num_rows)
         elif seconds <= 0.0 or step.image_cost:
             return  # images take no time if their encodings are kept, and much otherwise
         elif num_tokens > num_rows:
@@ -87,6 +96,7 @@ class StepTimes:
             self._ratios[k] = _usual(self._drafts[k])
         else:
             last.append(seconds / self.ratio(num_drafts))
+            self._widths[place].append(num_rows)
 
     def _note_prompts(self, step: PlannedStep, seconds: float) -> None:
         chunks = [row for row in step.plan.rows if row.count > 1]
@@ -193,17 +203,71 @@ class StepTimes:
         """Return the index of the size of steps with ``num_tokens`` prompt tokens."""
         return (-(-self._budget // num_tokens) - 1).bit_length()
 
-    # ---- what holders pay
+    # ---- what holders pay, and how long their steps are
+
+    def note_shared(self, step: PlannedStep, num_tokens: int, seconds: float) -> None:
+        """Count a step while holders share, beside `note`, of which the arguments are."""
+        if seconds <= 0.0:
+            return
+        if num_tokens >= SHORT_MIN // 4 and (one_s := self._one_s()):
+            self._positions.append(max(0.0, seconds / one_s - 1.0) / (num_tokens - 1))
+        if num_prompt := sum([row.count for row in step.rows if row.count > 1 + row.drafts]):
+            num_decodes = sum([row.count == 1 + row.drafts for row in step.rows])
+            decodes_s = self.price_of_decodes(num_decodes) if num_decodes else 0.0
+            prompts_s = max(seconds - decodes_s, PROMPTS_SHARE_MIN * seconds)
+            if not step.image_cost:
+                self._token_s.append(prompts_s / num_prompt)
+
+    def short_step(self) -> int:
+        """Return how many positions a step may have while holders share: they take `SHORT_STEPS`
+        times as long as one decode, however long the contexts of such rows are now."""
+        most = 1 + (SHORT_STEPS - 1) / max(_usual(self._positions), 1e-9)
+        return int(min(self._budget, max(SHORT_MIN, most)))
+
+    def short_prompts(self) -> int:
+        """Return how many prompt tokens such a step may have if it has no decodes."""
+        short_s = self.short_step_s()
+        in_time = self.tokens_in(SHORT_PROMPTS * short_s) if short_s else self._budget
+        return max(SHORT_MIN, in_time)
+
+    def short_step_s(self) -> float:
+        """Return how long such a step takes; 0.0 before any step of decodes was measured."""
+        return SHORT_STEPS * self._one_s()
+
+    def _one_s(self) -> float:
+        """Return how long a step of one decode takes, by the measured steps of the fewest decodes;
+        0.0 without any."""
+        for place, last in enumerate(self._decodes):
+            if last and (few_s := _usual(last)):
+                return few_s / (1.0 + TOKEN_COST * (_usual(self._widths[place]) - 1))
+        return 0.0
 
     def price_of_decodes(self, num_decodes: int, num_drafts: int = 0) -> float:
-        """Return how many seconds ``num_decodes`` decodes take alone, as far as is known, if they
-        verify ``num_drafts`` drafts."""
+        """Return how many seconds ``num_decodes`` decodes, at least 1, usually take alone, if they
+        verify ``num_drafts`` drafts: a line through the fewest that were measured and the number
+        nearest to theirs."""
         ratio = self.ratio(num_drafts) if num_drafts else 1.0
-        return ratio * (self.decodes_s(num_decodes) or DECODES_S)
+        known = [place for place, last in enumerate(self._decodes) if last and _usual(last)]
+        if not known:
+            return ratio * DECODES_S
+        place = _place(num_decodes)
+        near = min(known, key=lambda one: abs(one - place))
+        (few, few_s), (most, most_s) = self._measured(known[0]), self._measured(near)
+        one_s = self._one_s()
+        each_s = (most_s - few_s) / (most - few) if most > few else TOKEN_COST * one_s
+        return ratio * max(one_s, most_s + max(0.0, each_s) * (num_decodes - most))
+
+    def _measured(self, place: int) -> tuple[float, float]:
+        """Return the usual number of decodes of the steps at a place of `_decodes`, and their usual
+        time."""
+        return _usual(self._widths[place]), _usual(self._decodes[place])
 
     def price_of_prompts(self, num_tokens: int) -> float:
-        """Return how many seconds ``num_tokens`` prompt tokens, at least 1, add to a step, by the
-        measured steps whose size is nearest."""
+        """Return how many seconds ``num_tokens`` prompt tokens add to a step. Each costs the same,
+        so that equal prompts cost equally much however steps divide them: what they have added to
+        the last steps of several holders or, before these, to steps of about that size."""
+        if self._token_s:
+            return num_tokens * _usual(self._token_s)
         place = self._size_of(num_tokens)
         near = sorted(range(len(self._prompts)), key=lambda k: abs(k - place))
         known = (_usual(self._prompts[k]) for k in near)
