@@ -85,6 +85,12 @@ def explain(args: argparse.Namespace) -> int:
     return _ask(args, lambda client: client.control.explain, request, print_explanation)
 
 
+def usage(args: argparse.Namespace) -> int:
+    """Print what ended requests have used, by holder and model. Return the exit code."""
+    request = messages.GetUsageRequest(model=args.model, holder=args.holder)
+    return _ask(args, lambda client: client.control.get_usage, request, print_usage)
+
+
 def abort(args: argparse.Namespace) -> int:
     """End requests by their ids, and print the outcome of each. Return the exit code."""
     request = messages.AbortRequest(request_ids=args.request_ids)
@@ -179,6 +185,32 @@ def print_aborts(answer: messages.AbortResponse) -> None:
     """Print the outcome of each abort."""
     for result in answer.results:
         print(f"{result.request_id}: {OUTCOMES.get(result.outcome, 'unknown outcome')}")
+
+
+USED = ("prompt_tokens", "cached_tokens", "completion_tokens", "undelivered")
+
+
+def print_usage(answer: messages.GetUsageResponse) -> None:
+    """Print a line for each holder and model."""
+    head = (
+        "holder",
+        "model",
+        "requests",
+        "prompt",
+        "cached",
+        "completion",
+        "undelivered",
+        "step s",
+    )
+    rows = [
+        [
+            *(sums.holder or "-", sums.model or "-", str(sums.requests)),
+            *(str(getattr(sums.usage, name)) for name in USED),
+            f"{sums.usage.step.ToMicroseconds() / 1e6:.3f}",
+        ]
+        for sums in answer.sums
+    ]
+    print_table(head, rows)
 
 
 def print_texts(head: Sequence[str], rows: Sequence[list[str]], texts: Sequence[str]) -> None:

@@ -411,6 +411,12 @@ class AsyncControlClient:
         """Return what a live request does, and what it waits for."""
         return await self._calls.ask("explain", request, timeout)
 
+    async def get_usage(
+        self, request: Given[messages.GetUsageRequest], *, timeout: float | None = None
+    ) -> messages.GetUsageResponse:
+        """Return what ended requests have used, by holder and model."""
+        return await self._calls.ask("get_usage", request, timeout)
+
 
 class _AsyncCalls:
     """Makes the calls of a service by its ``stub``. Calls send the API key."""

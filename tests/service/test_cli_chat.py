@@ -16,6 +16,7 @@ from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, Overloaded, RequestTooLarge
 from engine.requests.text.values import AnswerTokens, Started, ToolCallDelta
+from engine.requests.usage import UsageRecord
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import SHELLS, main
 from tests.service import fake_backend
@@ -540,6 +541,25 @@ def test_explain(ask):
     assert (code, out, err) == (1, "", "triolet: no live request has the id 'r2'\n")
     code, out, err = ask(FakeBackend(), "explain", "")
     assert (code, err) == (1, "triolet: request_id: is empty\n")
+
+
+def test_usage(ask):
+    backend = FakeBackend()
+    code, out, _ = ask(backend, "usage", "--holder", "")
+    assert (code, len(out.splitlines())) == (0, 1)
+    used = UsageRecord("r1", "ann", "m", "", "chat", "OK", 1e9, 5, 4, 3, undelivered=2, step_s=0.25)
+    backend.engine.usage.add(used)
+    code, out, _ = ask(backend, "usage")
+    assert code == 0
+    head, line = out.splitlines()
+    assert head.split() == [
+        *("holder", "model", "requests", "prompt", "cached", "completion", "undelivered"),
+        *("step", "s"),
+    ]
+    assert line.split() == ["ann", "m", "1", "5", "4", "3", "2", "0.250"]
+    for options in (("--holder", "ben"), ("--model", "n")):
+        code, out, _ = ask(backend, "usage", *options)
+        assert (code, len(out.splitlines())) == (0, 1)
 
 
 def test_an_abort_of_an_unknown_request_explains_its_effect(ask):

@@ -387,6 +387,12 @@ class ControlClient:
         """Return what a live request does, and what it waits for."""
         return self._calls.ask("explain", request, timeout)
 
+    def get_usage(
+        self, request: Given[messages.GetUsageRequest], *, timeout: float | None = None
+    ) -> messages.GetUsageResponse:
+        """Return what ended requests have used, by holder and model."""
+        return self._calls.ask("get_usage", request, timeout)
+
 
 class _Calls:
     """Makes the calls of a service by its ``stub``. Calls send the API key."""
