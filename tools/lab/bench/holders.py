@@ -1,11 +1,10 @@
 """Measures what one holder's chat keeps of a server on which another holder has 64 streams of long
-prompts, and whether holders' tokens follow their weights.
+prompts, or 64 or 400 of short ones, and whether holders' tokens follow their weights.
 
 A chat is a short prompt and its answer, one after another. It is measured alone, beside the streams
 as a request of the same holder, which is what a server without holders does, and as another's. For
 the weights, two holders have as many streams of the same shape, and the tokens that they receive in
-the same time are compared. Weights divide the seconds of steps (`tests/property/test_shares.py`);
-tokens come out a little more even, because steps of one holder alone make fewer a second.
+the same time are compared.
 """
 
 from __future__ import annotations
@@ -33,14 +32,16 @@ if TYPE_CHECKING:
 MEASURES = ("engine/core", "engine/replica", "engine/requests", "engine/worker", "engine/kernels")
 
 MODEL = "s135"
-STREAMS, EACH = 64, 24  # of the one holder; of each of the two holders with weights
+STREAMS, MANY = 64, 400  # of the one holder
+EACH = 24  # streams of each of the two holders with weights
 LONG = {"num_prompt": 512, "max_tokens": 96}
 SHORT = {"num_prompt": 32, "max_tokens": 96}
 CHAT = {"num_prompt": 64, "max_tokens": 48}
 CHATS, CHATS_OF_SAME = 7, 3  # a chat beside streams of its own holder takes half a minute
 SETTLE_S = 6.0
 WINDOW_S = 30.0
-KEYS = {"many": "", "chat": "", "heavy": "weight=3", "light": ""}
+WEIGHT, BAR_WEIGHTS = 3, 5.0  # of the heavy holder; percent
+KEYS = {"many": "", "chat": "", "heavy": f"weight={WEIGHT}", "light": ""}
 BAR_TOKENS, BAR_FIRST = 0.4, 2.0
 
 
@@ -120,14 +121,18 @@ async def _measure(address: str) -> list[Row]:
             row_of("a chat alone, first token", [1e3 * one for one in first], "ms"),
             row_of("a chat alone", rate, "tokens/s", better="higher"),
         ]
-        for name, load in (("long prompts", LONG), ("short prompts", SHORT)):
-            async with clients.streaming(("many", STREAMS, load)):
-                for owner, holder, count in (
-                    ("the same holder's", "many", CHATS_OF_SAME),
-                    ("another's", "chat", CHATS),
-                ):
+        for name, load, streams in (
+            ("long prompts", LONG, STREAMS),
+            ("short prompts", SHORT, STREAMS),
+            ("short prompts", SHORT, MANY),
+        ):
+            owners = [("another's", "chat", CHATS)]
+            if streams == STREAMS:
+                owners.insert(0, ("the same holder's", "many", CHATS_OF_SAME))
+            async with clients.streaming(("many", streams, load)):
+                for owner, holder, count in owners:
                     own_first, own_rate = await clients.chat(holder, count)
-                    told = f"{owner} chat beside {STREAMS} streams of {name}"
+                    told = f"{owner} chat beside {streams} streams of {name}"
                     is_fair = holder == "chat"
                     ratios = [one / statistics.median(rate) for one in own_rate]
                     waits = [one / statistics.median(first) for one in own_first]
@@ -150,13 +155,18 @@ async def _measure(address: str) -> list[Row]:
                 await asyncio.sleep(WINDOW_S / 3)
                 rates = [(clients.tokens["many"] - before) / (time.perf_counter() - began)]
                 rows.append(
-                    row_of(f"{STREAMS} streams of {name} alone", rates, "tokens/s", better="higher")
+                    row_of(f"{streams} streams of {name} alone", rates, "tokens/s", better="higher")
                 )
         async with clients.streaming(("heavy", EACH, SHORT), ("light", EACH, SHORT)):
             before = dict(clients.tokens)
             await asyncio.sleep(WINDOW_S)
             heavy, light = (clients.tokens[name] - before[name] for name in ("heavy", "light"))
-        rows.append(row_of("weights 3:1, the tokens' ratio", [heavy / light], "×", better="higher"))
+        ratio = heavy / light
+        off = [100 * abs(ratio / WEIGHT - 1)]
+        rows += [
+            row_of(f"weights {WEIGHT}:1, the tokens' ratio", [ratio], "×", better="higher"),
+            row_of(f"weights {WEIGHT}:1, off by", off, "%", bar=BAR_WEIGHTS),
+        ]
         return rows
 
 
