@@ -136,7 +136,7 @@ static void linear_of_experts(const Linear *linears, const Experts &experts, con
     const Panels panels(linears[0], (places + experts.count - 1) / experts.count);
     share_tasks(experts.count * panels.groups, 1, [&](long task) {
         const long expert = task / panels.groups;
-        for (long row = starts[expert]; row < starts[expert + 1]; row += ROWS_AT_ONCE)
+        for (long row = starts[expert]; row < starts[expert + 1]; row += panels.rows)
             run_task<T>(linears[expert], x, ldx, rounded, row, starts[expert + 1],
                         panels.of(task % panels.groups), scratch, take);
     });

@@ -74,14 +74,12 @@ constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 
 // For weights of 8 bits or fewer: how many rows of codes (`CodeSum`) a block computes, how many
 // panels a block of a single row computes, how many bytes ahead weights and scales are fetched (0: they
-// are not), and for how many rows codes of 4 bits, and longer ones, are not unpacked first. A single
+// are not), and for how many rows codes of 2 and 4 bits, and of others, are not unpacked first. A single
 // row reads one panel that is fetched in time faster than several side by side (measured on Zen 3 and
 // Zen 4).
 #if defined(__AVX512F__)
-// Measured on Zen 4: codes of 4 bits that are taken apart in registers, again for every six rows, are
-// faster than codes that are unpacked to memory once.
 constexpr int CODE_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 1;
-constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = LONG_MAX, LONGER_PACKED_ROWS = 64;
+constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = 128, LONGER_PACKED_ROWS = 64;
 #elif defined(__AVX2__) && !defined(__AVXVNNI__)
 // Measured on Zen 3: with two rows the sums of floats are in registers, too.
 constexpr int CODE_ROWS = 2, FEW_SMALL_PANELS = 1;

@@ -59,8 +59,8 @@ FAULTS = {  # part of the names of cases that fail, a file, its line, and what r
     "offsets have the factors of scales": (
         "nested 2",
         "small_weights.h",
-        "offset = load((const f16 *)(own + factors) + PANEL) *",
-        "offset = load((const f16 *)(own + factors)) *",
+        "return load((const f16 *)(own + factors) + PANEL) *",
+        "return load((const f16 *)(own + factors)) *",
     ),
     "scales and offsets of a byte change places": (
         "nested 3",
@@ -73,6 +73,12 @@ FAULTS = {  # part of the names of cases that fail, a file, its line, and what r
         "small_weights.h",
         "upper << (2 - QUAD % 3)",
         "upper << (1 - QUAD % 2)",
+    ),
+    "offsets of a tile are its scales": (
+        "130 rows, ",
+        "small_weights.h",
+        "load((const float *)tile + (PANELS + n) * PANEL);",
+        "load((const float *)tile + n * PANEL);",
     ),
     "codes of any table are their numbers and a centre": (
         " bits, ",

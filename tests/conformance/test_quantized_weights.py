@@ -38,7 +38,7 @@ TABLES = ((), CENTRED, MXFP4, UNSIGNED, OF_5, OF_6, OF_2, OF_3)
 NAMES = ("int8", "int4", "table", "unsigned", "5 bits", "6 bits", "2 bits", "3 bits")
 DTYPES = (torch.float32, torch.bfloat16)
 GROUPS = (16, 32, 48, 64, 128, 1024)
-ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 33, 130)
+ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 33, 130, 300)
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,9 @@ shared machines:
   took 21.5 ms instead of 25. Weights of 8 and 4 bits are fetched 1.5 KiB ahead, and up to four rows
   are divided into few, long tasks.
 - Codes of 4 bits need no table, and with AVX2 their sums have 16 bits.
+- With many rows, codes become tiles: bytes, scales and offsets in float32, in the order in which a
+  block of rows reads them, made once for 256 rows. Products of K-quants take 0.9 times as long, and
+  0.75 times with AVX2.
 - The memory of logits and activations is kept, and small vector functions are always inlined.
 
 These changes gained nothing, or less than the noise: other numbers of rows and panels in a block of
