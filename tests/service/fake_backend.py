@@ -134,10 +134,10 @@ class FakeEngine:
     """
 
     config = SimpleNamespace(stream_buffer=64)
-    usage = Usage(0.0)
     detached = None  # nobody attaches to these streams
 
     def __init__(self, script):
+        self.usage = Usage(0.0)
         self.asked = []
         self.script = script
         self.streams = []
