@@ -63,6 +63,24 @@ def test_a_capability_that_the_files_rule_out_is_refused(shown, tmp_path):
             assert fitting(tmp_path, said) is said
 
 
+@pytest.mark.parametrize(
+    ("said", "head"),
+    [
+        (Capability.SPARSE_EMBEDDING, "sparse_linear.pt"),
+        (Capability.MULTI_VECTOR_EMBEDDING, "colbert_linear.pt"),
+    ],
+)
+def test_a_pickled_head_of_bge_m3_is_refused_by_name(said, head, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[Capability.TEXT_EMBEDDING]))
+    (tmp_path / "modules.json").write_text("[]")
+    with pytest.raises(Refusal, match="its files show text-embedding"):
+        fitting(tmp_path, said)
+    (tmp_path / head).write_bytes(b"")
+    assert fitting(tmp_path, None) is Capability.TEXT_EMBEDDING, "dense vectors need no head"
+    with pytest.raises(Refusal, match=f"its head {head} is a pickle, which is never read"):
+        fitting(tmp_path, said)
+
+
 def test_a_configured_capability_is_a_name():
     assert ModelConfig("a", capability="vision").capability is Capability.VISION
     with pytest.raises(ConfigError, match="--capability is 'sight'; use text-to-text, "):

@@ -41,6 +41,11 @@ OWN_MODULES = {
     "SpladePooling": Capability.SPARSE_EMBEDDING,
     "MultiVectorMask": Capability.MULTI_VECTOR_EMBEDDING,
 }
+# Files of BGE-M3's further heads, by the capability that they would give it.
+PICKLED_HEADS: dict[Capability | None, str] = {
+    Capability.SPARSE_EMBEDDING: "sparse_linear.pt",
+    Capability.MULTI_VECTOR_EMBEDDING: "colbert_linear.pt",
+}
 STANFORD = "HF_ColBERT"  # the architecture of the first ColBERT models, whose files have no modules
 MODULES_NAME = "modules.json"
 OWN_CONFIG_NAME = "config_sentence_transformers.json"
@@ -92,6 +97,8 @@ def fitting(directory: Path, configured: Capability | None) -> Capability:
         return own
     # Some files do not show whether a model embeds or ranks: `CrossEncoder` makes a reranker of a
     # classifier with any number of labels, and many embedding models are text models.
+    if own is Capability.TEXT_EMBEDDING and (head := PICKLED_HEADS.get(configured)):
+        _check_head(directory, head)
     is_open = configured in OPEN and own in OPEN
     if is_open and configured is Capability.RERANK:
         _check_can_rank(directory, own)
@@ -124,6 +131,19 @@ def _check_can_rank(directory: Path, own: Capability) -> None:
             f"it is said to have the capability rerank, and its files show {own.value}, with "
             "neither a classifier nor a LogitScore; choose a checkpoint that CrossEncoder saved or "
             "that was converted to a classifier"
+        )
+
+
+def _check_head(directory: Path, head: str) -> None:
+    """Check that what the operator says a model makes is not made by a pickled head of BGE-M3.
+
+    Raises:
+        Refusal: The model has the file.
+    """
+    if (directory / head).is_file():
+        raise Refusal(
+            f"its head {head} is a pickle, which is never read (BGE-M3's sparse and multi-vector "
+            "heads); it is served for dense vectors: leave the capability out"
         )
 
 
