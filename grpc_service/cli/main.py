@@ -106,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_serve_arguments(add("serve", "start a server", _serve))
     add_inspect_arguments(add("inspect", "say what a model would take, without loading it"))
     _add_generate(add("generate", "continue a prompt, or answer one"))
+    _add_batch(add("batch", "compute a file of requests as background work"))
     _add_chat(add("chat", "talk with a model, line by line"))
     _add_embed(add("embed", "turn texts into vectors, and show how similar they are"))
     _add_rerank(add("rerank", "sort documents by how well they answer a query"))
@@ -177,6 +178,36 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
             for flag, of in (("--logprobs", "completion"), ("--prompt-logprobs", "prompt"))
         ),
     )
+    add_client(parser, timeout_s=None)
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compute a file of requests, one JSON object in each line, while the server has nothing "
+        "else to do. A line is a GenerateRequest, or of OpenAI's batch form, whose requests go to "
+        "the HTTP port. After a kill, the same command goes on."
+    )
+    parser.add_argument("file", metavar="FILE", help="the requests")
+    parser.add_argument(
+        "--output",
+        default="",
+        metavar="FILE",
+        help="the results (default: FILE.results.jsonl); errors go to a file beside it",
+    )
+    parser.add_argument(
+        "--parallel",
+        type=number_of("count"),
+        default=64,
+        metavar="N",
+        help="most requests in flight (default: 64)",
+    )
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the HTTP port, for OpenAI's form (default: http://127.0.0.1:8000)",
+    )
+    add_model(parser)
     add_client(parser, timeout_s=None)
 
 

@@ -48,7 +48,7 @@ def open_client(args: argparse.Namespace) -> Client:
     """
     from grpc_service.client import Client, PemError, Tls
 
-    key = _key(args)
+    key = key_of(args)
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ConfigError("--tls-cert and --tls-key go together")
     is_encrypted = args.tls or args.tls_ca or args.tls_cert
@@ -60,7 +60,7 @@ def open_client(args: argparse.Namespace) -> Client:
         raise ConfigError(f"{flags[error.file]} {error}") from None
 
 
-def _key(args: argparse.Namespace) -> str:
+def key_of(args: argparse.Namespace) -> str:
     """Return the API key that calls send, "" for none."""
     if not args.api_key_file:
         return os.environ.get(KEY_VARIABLE, "").strip()

@@ -1,0 +1,217 @@
+"""The files of ``triolet batch``: its requests, the journal by which it goes on, and its results.
+
+Rule 1: a file is checked whole before anything is computed. Rule 2: the journal has each result as
+soon as it is there, in any order, so that a command that was killed loses only what was in flight.
+Results and errors are written in the order of the requests when the last one is there. Rule 3: the
+memory that this takes grows by some bytes for each line, not with what the lines hold.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from array import array
+from typing import IO, TYPE_CHECKING, Any
+
+from google.protobuf import json_format
+
+from engine.errors import ConfigError
+from grpc_service.client import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LINE_BYTES_MAX = 64 * 2**20
+FAULTS_SHOWN = 10
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank")
+OWN = ("custom_id", "method", "url", "body")  # what OpenAI's form has
+
+
+class Requests:
+    """The requests of a file, one JSON object in each line, empty lines aside: all of OpenAI's form
+    (``is_openai``), or all GenerateRequests in proto3's JSON. ``digest`` is that of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or lines of it are wrong; it names the first ones.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.is_openai = False
+        self.count = 0
+        digest, faults, ids = hashlib.sha256(), list[str](), set[bytes]()
+        try:
+            with open(path, "rb") as file:
+                for number, line in _lines(file):
+                    digest.update(line)
+                    if fault := self._fault_of(line, ids):
+                        faults.append(f"line {number} {fault}")
+                    self.count += bool(line.strip())
+                    if len(faults) == FAULTS_SHOWN:
+                        break
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        if faults:
+            raise ConfigError(f"{path}: " + "; ".join(faults))
+        if not self.count:
+            raise ConfigError(f"{path} has no requests")
+        self.digest = digest.hexdigest()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """Yield the place and the JSON object of each request."""
+        place = 0
+        with open(self.path, "rb") as file:
+            for _, line in _lines(file):
+                if line.strip():
+                    yield place, json.loads(line)
+                    place += 1
+
+    def _fault_of(self, line: bytes, ids: set[bytes]) -> str:
+        """Return what is wrong with a line, or "". ``ids`` are digests of the names so far."""
+        if not line.strip():
+            return ""
+        try:
+            given = json.loads(line)
+        except ValueError:
+            return "is no JSON" if line.endswith(b"\n") else "is no JSON; the file may be cut short"
+        if not isinstance(given, dict):
+            return "is not an object"
+        is_openai = "body" in given or "url" in given or "custom_id" in given
+        if not self.count:
+            self.is_openai = is_openai
+        if is_openai is not self.is_openai:
+            return "is not of the form that the first line has"
+        fault = _fault_of_openai(given) if is_openai else _fault_of_own(given)
+        name = given.get("custom_id" if is_openai else "request_id") or given.get("requestId")
+        if fault or not name:
+            return fault
+        mark = hashlib.blake2b(str(name).encode("utf-8", "replace"), digest_size=8).digest()
+        if mark in ids:
+            return f"has the {'custom_id' if is_openai else 'request_id'} of a line before it"
+        ids.add(mark)
+        return ""
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := file.readline(LINE_BYTES_MAX + 1):
+        number += 1
+        if len(line) > LINE_BYTES_MAX:
+            raise ConfigError(f"line {number} has more than {LINE_BYTES_MAX} bytes")
+        yield number, line
+
+
+def _fault_of_openai(given: dict[str, Any]) -> str:
+    if unknown := given.keys() - set(OWN):
+        return f"has {min(unknown)}, which is not one of {', '.join(OWN)}"
+    if not isinstance(given.get("custom_id"), str) or not given["custom_id"]:
+        return "has no custom_id that is a text"
+    if given.get("method", "POST") != "POST":
+        return "has a method that is not POST"
+    if given.get("url") not in PATHS:
+        return f"has a url that is not one of {', '.join(PATHS)}"
+    if not isinstance(given.get("body"), dict):
+        return "has no body that is an object"
+    return "has a body with stream" if given["body"].get("stream") else ""
+
+
+def _fault_of_own(given: dict[str, Any]) -> str:
+    try:
+        json_format.ParseDict(given, messages.GenerateRequest())
+    except json_format.ParseError as error:
+        return f"is no GenerateRequest: {error}"
+    return ""
+
+
+class Journal:
+    """The results so far, in a file beside the results. ``done`` says which requests have one.
+
+    Raises:
+        ConfigError: it is of another input, another command works on it, or results of an earlier
+            batch are in the way.
+    """
+
+    def __init__(self, requests: Requests, results: str, errors: str) -> None:
+        self.path = f"{results}.journal"
+        self._requests, self._results, self._errors = requests, results, errors
+        self.done = bytearray(requests.count)
+        self.num_errors = 0
+        self._places = array("q", [-1]) * requests.count
+        head = {"batch": 1, "sha256": requests.digest, "requests": requests.count}
+        is_new = not os.path.exists(self.path)
+        for path in (results, errors):
+            if is_new and os.path.exists(path):
+                raise ConfigError(f"{path} is there already, and no journal to go on from")
+        try:
+            self._file = open(self.path, "a+b")  # noqa: SIM115 (closed by `close`)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigError(f"another triolet batch works on {self.path}") from None
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+        try:
+            self._read(head)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self, head: dict[str, Any]) -> None:
+        """Take the results of a command that was stopped. A last line that is torn is dropped."""
+        self._file.seek(0)
+        end = 0
+        while (line := self._file.readline()).endswith(b"\n"):
+            record = json.loads(line)
+            if not end:
+                if record != head:
+                    raise ConfigError(f"{self.path} belongs to another input than this file")
+            else:
+                self._note(record, end)
+            end += len(line)
+        self._file.truncate(end)
+        self._file.seek(end)
+        if not end:
+            self._write(head)
+
+    def _note(self, record: dict[str, Any], place: int) -> None:
+        index = record["n"]
+        self.done[index] = 1
+        self.num_errors += not record["ok"]
+        self._places[index] = place
+
+    def _write(self, record: dict[str, Any]) -> int:
+        place = self._file.seek(0, os.SEEK_END)
+        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        return place
+
+    def add(self, index: int, result: dict[str, Any], *, ok: bool) -> None:
+        """Keep the result of a request, or its error."""
+        record = {"n": index, "ok": ok, "result": result}
+        self._note(record, self._write(record))
+
+    def finish(self) -> None:
+        """Write the results, and the errors if there are any, in the order of their requests."""
+        os.fsync(self._file.fileno())
+        made = [f"{self._results}.new", f"{self._errors}.new"]
+        with open(made[0], "wb") as results, open(made[1], "wb") as errors:
+            for place in self._places:
+                self._file.seek(place)
+                record = json.loads(self._file.readline())
+                line = json.dumps(record["result"], ensure_ascii=False).encode() + b"\n"
+                (results if record["ok"] else errors).write(line)
+            for file in (results, errors):
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(made[0], self._results)
+        if self.num_errors:
+            os.replace(made[1], self._errors)
+        else:
+            os.unlink(made[1])
+        os.unlink(self.path)
+
+    def close(self) -> None:
+        """Close the journal, and let other commands have it."""
+        self._file.close()
