@@ -18,13 +18,12 @@ from urllib.parse import urlsplit
 
 from google.protobuf import json_format
 
-from engine.errors import ConfigError
 from grpc_service.cli.bars import bar
 from grpc_service.cli.batch_files import Journal, Requests
 from grpc_service.cli.client import EXIT_FAILED, run_client
 from grpc_service.cli.interrupts import raise_on_ctrl_c
 from grpc_service.cli.security import key_of
-from grpc_service.client import CallError, Unavailable, messages
+from grpc_service.client import AlreadyExists, CallError, Unavailable, messages
 
 if TYPE_CHECKING:
     import argparse
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 300.0  # seconds without any result after which a server that is away is given up
 WAIT_S = 1.0  # seconds until the next try, if the server does not say how many
 RETRIED = (429, 503)
+STALE_S = 30.0  # seconds in which a server may take note that the command's first try was killed
 
 
 class Away(Exception):
@@ -43,6 +43,10 @@ class Away(Exception):
     def __init__(self, why: str, wait_s: float | None) -> None:
         super().__init__(why)
         self.wait_s = wait_s or WAIT_S
+
+
+class GaveUp(Exception):
+    """The server was away too long."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
     journal = Journal(requests, results, errors)
     work = _Batch(args, requests, journal)
     try:
-        code = run_client(args, work.run)
+        try:
+            code = run_client(args, work.run)
+        except GaveUp as error:
+            print(f"triolet: {error}", file=sys.stderr)
+            code = EXIT_FAILED
         if work.is_whole:
             journal.finish()
             print(
@@ -102,6 +110,8 @@ class _Batch:
         done = self._journal.done
         if not self._requests.is_openai:
             client.models.list_models(timeout=10)  # a wrong address or key is told at once
+        else:
+            self._look_for_port()
         self._left = ((place, one) for place, one in self._requests if not done[place])
         with bar("computing", self._requests.count) as update:
             update(completed=sum(done))
@@ -143,6 +153,17 @@ class _Batch:
                 self._failure = error
             self._stopped.set()
 
+    def _look_for_port(self) -> None:
+        connection = self._connect()
+        try:
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+        except (OSError, http.client.HTTPException) as error:
+            what = "--openai-port of `triolet serve` opens the HTTP port, and --url names it"
+            raise GaveUp(f"{self._args.url} does not answer ({error}); {what}") from error
+        finally:
+            connection.close()
+
     def _until_done(
         self,
         client: Client,
@@ -150,14 +171,16 @@ class _Batch:
         given: dict[str, Any],
         place: int,
     ) -> tuple[dict[str, Any], bool]:
+        stale_until = time.monotonic() + STALE_S
         while True:
+            is_new = time.monotonic() < stale_until
             try:
                 if connection is None:
-                    return _generate(client, given, place, self._args)
+                    return _generate(client, given, place, self._args, is_new=is_new)
                 return _post(connection, given, place, self._args)
             except Away as away:
                 if time.monotonic() - self._result_at > PATIENCE_S:
-                    raise ConfigError(f"the server is away: {away}") from away
+                    raise GaveUp(f"the server is away: {away}") from away
                 if self._stopped.wait(away.wait_s):
                     raise
 
@@ -175,9 +198,10 @@ class _Batch:
 
 
 def _generate(
-    client: Client, given: dict[str, Any], place: int, args: argparse.Namespace
+    client: Client, given: dict[str, Any], place: int, args: argparse.Namespace, *, is_new: bool
 ) -> tuple[dict[str, Any], bool]:
-    """Return the result of a GenerateRequest, and whether it is one; else it is an error."""
+    """Return the result of a GenerateRequest, and whether it is one; else it is an error. Its id
+    may still be that of a call of a command that was killed, if ``is_new``."""
     request = json_format.ParseDict(given, messages.GenerateRequest())
     request.background = True
     request.model = request.model or args.model
@@ -192,7 +216,8 @@ def _generate(
                 elif event.HasField("finished"):
                     ends[event.finished.choice] = event.finished
     except CallError as error:
-        if error.is_retryable or isinstance(error, Unavailable):
+        is_stale = is_new and isinstance(error, AlreadyExists)
+        if error.is_retryable or is_stale or isinstance(error, Unavailable):
             raise Away(str(error), error.retry_after_s) from error
         fields = [{"field": one.field, "description": one.description} for one in error.violations]
         told = {"code": error.code.name, "reason": error.reason, "message": str(error)}

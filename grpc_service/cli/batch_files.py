@@ -74,6 +74,8 @@ class Requests:
             return ""
         try:
             given = json.loads(line)
+        except RecursionError:
+            return "has too many lists in each other"
         except ValueError:
             return "is no JSON" if line.endswith(b"\n") else "is no JSON; the file may be cut short"
         if not isinstance(given, dict):
@@ -120,7 +122,7 @@ def _fault_of_openai(given: dict[str, Any]) -> str:
 def _fault_of_own(given: dict[str, Any]) -> str:
     try:
         json_format.ParseDict(given, messages.GenerateRequest())
-    except json_format.ParseError as error:
+    except (json_format.ParseError, ValueError, RecursionError) as error:
         return f"is no GenerateRequest: {error}"
     return ""
 
@@ -163,12 +165,16 @@ class Journal:
         self._file.seek(0)
         end = 0
         while (line := self._file.readline()).endswith(b"\n"):
-            record = json.loads(line)
-            if not end:
-                if record != head:
-                    raise ConfigError(f"{self.path} belongs to another input than this file")
-            else:
-                self._note(record, end)
+            try:
+                record = json.loads(line)
+                is_other = not end and record != head
+                if end:
+                    self._note(record, end)
+            except (ValueError, KeyError, IndexError, TypeError):
+                what = "is damaged; delete it to begin anew"
+                raise ConfigError(f"{self.path} {what}") from None
+            if is_other:
+                raise ConfigError(f"{self.path} belongs to another input than this file")
             end += len(line)
         self._file.truncate(end)
         self._file.seek(end)
@@ -183,24 +189,37 @@ class Journal:
 
     def _write(self, record: dict[str, Any]) -> int:
         place = self._file.seek(0, os.SEEK_END)
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()
         return place
 
     def add(self, index: int, result: dict[str, Any], *, ok: bool) -> None:
         """Keep the result of a request, or its error."""
         record = {"n": index, "ok": ok, "result": result}
-        self._note(record, self._write(record))
+        try:
+            self._note(record, self._write(record))
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
 
     def finish(self) -> None:
-        """Write the results, and the errors if there are any, in the order of their requests."""
+        """Write the results, and the errors if there are any, in the order of their requests.
+
+        Raises:
+            ConfigError: they cannot be written; the journal stays.
+        """
+        try:
+            self._write_all()
+        except OSError as error:
+            raise ConfigError(f"{self._results} cannot be written: {error.strerror}") from None
+
+    def _write_all(self) -> None:
         os.fsync(self._file.fileno())
         made = [f"{self._results}.new", f"{self._errors}.new"]
         with open(made[0], "wb") as results, open(made[1], "wb") as errors:
             for place in self._places:
                 self._file.seek(place)
                 record = json.loads(self._file.readline())
-                line = json.dumps(record["result"], ensure_ascii=False).encode() + b"\n"
+                line = json.dumps(record["result"]).encode() + b"\n"
                 (results if record["ok"] else errors).write(line)
             for file in (results, errors):
                 file.flush()

@@ -68,6 +68,8 @@ class Recovery:
     def next_suspect(self) -> Sequence | None:
         """Return the next sequence to run alone: one of a failed step that can still run, but none
         of background work while that gives way."""
+        if not self.suspects:
+            return None
         gives_way = self._ledger.background_gives_way()
         for _ in range(len(self.suspects)):
             seq = self.suspects.popleft()

@@ -144,7 +144,11 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
             self._pause is not None
             or self._recovery.suspects
             or (self._prepared.started and any(seq.is_late(now) for seq in self._prepared.started))
-            or (self._prepared.sequences[0].is_background and self._ledger.background_gives_way())
+            or (
+                self._ledger.num_background
+                and self._prepared.sequences[0].is_background
+                and self._ledger.background_gives_way()
+            )
         ):
             self._discard_prepared(now)
         step, self._prepared = self._prepared, None
@@ -180,7 +184,9 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         """Return a builder for one step. The budget of its prompt tokens is halved by running out
         of memory (D17). ``but_background`` None: background work gives way to what is there."""
         if but_background is None:
-            but_background = self._ledger.background_gives_way()
+            but_background = False
+            if self._ledger.num_background:
+                but_background = self._ledger.background_gives_way()
         if self._shares.is_contested or now < self._shared_until:
             return SharedStepBuilder(
                 self._ledger,
@@ -203,7 +209,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     def _prompt_limit(self, num_decodes: int) -> int:
         """Return how many prompt tokens a step may have beside ``num_decodes`` decodes (D4)."""
         num_sequences = len(self._ledger.running) + len(self._waiting)
-        if self._ledger.background_gives_way():
+        if self._ledger.num_background and self._ledger.background_gives_way():
             num_sequences = len(admission.others_running(self._ledger)) + len(self._waiting)
             num_sequences -= self._waiting.num_background
         num_sequences = min(num_sequences, self.config.max_num_seqs)
