@@ -626,8 +626,9 @@ def test_running_prompts_leave_tokens_of_a_step(prompts, decodes, budget, limit,
     ledger = SimpleNamespace(
         config=SimpleNamespace(max_num_batched_tokens=budget),
         running=running(*prompts, decodes=decodes),
+        num_background=0,
     )
-    assert _has_tokens_left(ledger, [], limit) == is_left
+    assert _has_tokens_left(ledger, [], limit, None) == is_left
     with_victim = [*ledger.running, *running(100)]
     ledger.running = with_victim
-    assert _has_tokens_left(ledger, with_victim[-1:], limit) == is_left
+    assert _has_tokens_left(ledger, with_victim[-1:], limit, None) == is_left
