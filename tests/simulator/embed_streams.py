@@ -21,6 +21,7 @@ from engine.errors import (
     RequestCancelled,
     ShuttingDown,
     TrioletError,
+    WorkerLost,
 )
 from engine.requests.encode import feed
 from engine.requests.encode.values import (
@@ -56,6 +57,7 @@ ENDS = {
     "drain": (ShuttingDown,),
     "stall": (ReaderStalled,),
     "source": (InvalidRequest,),
+    "death": (WorkerLost,),
 }
 
 
@@ -69,6 +71,7 @@ class World:
     parts: list[int]  # the number of inputs in each message
     end: str
     end_at_s: float
+    dies_at: int  # the step at which the worker dies, if that is the end
     delays: random.Random
     others: list[int] = field(default_factory=list)
 
@@ -116,7 +119,8 @@ def draw(seed: int) -> World:
     end = rng.choice(["its own"] * 6 + [*ENDS])
     others = [rng.randint(1, 20) for _ in range(rng.randint(1, 12))] if rng.random() < 0.4 else []
     end_at_s = rng.choice([0.0, rng.uniform(0, 0.3), rng.uniform(0, 5)])
-    return World(items, wants, parts, end, end_at_s, random.Random(seed), others)
+    dies_at = rng.choice([1, rng.randint(1, 6), rng.randint(2, 30)])
+    return World(items, wants, parts, end, end_at_s, dies_at, random.Random(seed), others)
 
 
 class Watch:
@@ -173,9 +177,13 @@ def run_world(seed: int) -> Watch:
     """Run the world of a seed, and return what its client saw."""
     world = draw(seed)
     watch, bills = Watch(world), BillWatch()
-    script = FakeScript(step_s=STEP_S)
+    script, num_steps = FakeScript(step_s=STEP_S), 0
 
     def fault(plan):
+        nonlocal num_steps
+        num_steps += 1
+        if world.end == "death" and num_steps == world.dies_at:
+            return WorkerLost("drawn")
         ids = [getattr(row.input, "token_ids", ()) for row in plan.rows]
         return RuntimeError("poison") if any(POISON in one for one in ids) else None
 
@@ -244,7 +252,7 @@ async def _run_in(engine, world: World, watch: Watch, bills: BillWatch) -> None:
     async def ask(count: int) -> None:
         await trio.sleep(rest.uniform(0, 2))
         request = EmbedRequest(inputs=tuple((one + 1,) for one in range(count)))
-        with suppress(Overloaded, ShuttingDown):
+        with suppress(Overloaded, ShuttingDown, WorkerLost):
             async with engine.embed(request) as answers:
                 assert len([one async for one in answers]) == count + 2
 
