@@ -10,7 +10,7 @@ from tools.count_hops import SHOWN, Hop, Way, describe
 from tools.rooms import ROOT
 
 HOPS_MAX = 20
-FILES_MAX = 10
+FILES_MAX = 11  # one is that of a stream, as an EmbedStream gives slots back in its own way
 CHANGES_IN_MAX = 62  # two are for the role of a caller, which every call has
 SUPERVISOR = "engine/requests/supervisor.py"
 SUPERVISOR_MAX = 5
