@@ -37,6 +37,7 @@ def decode_embed_sparse(body: dict[str, Any], context: Context) -> Work:
         prompt_name=fields.text("prompt_name") or "",
         top_k=fields.whole("top_k"),
         threshold=fields.number("threshold"),
+        background=fields.is_flex(),
         **common_fields(fields, context),
     )
     fields.done()
@@ -58,6 +59,7 @@ def decode_pooling(body: dict[str, Any], context: Context) -> Work:
         normalize=fields.switch("normalize"),
         truncate=fields.switch("truncate"),
         prompt_name=fields.text("prompt_name") or "",
+        background=fields.is_flex(),
         **common_fields(fields, context),
     )
     fields.done()

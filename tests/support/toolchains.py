@@ -44,7 +44,8 @@ GO_GRPC = Path("/usr/share/gocode/src/google.golang.org/grpc")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])  # the PATH of root
 RUBY_PLUGIN = "grpc_ruby_plugin"
 RUBY_NEEDS = ("grpc", "google/protobuf", "google/rpc/error_details_pb")
-PROTOS = tuple(f"triolet/v1/{name}.proto" for name in ("common", "images", "inference", "vectors"))
+NAMES_OF_PROTOS = ("classes", "common", "images", "inference", "vectors")
+PROTOS = tuple(f"triolet/v1/{name}.proto" for name in NAMES_OF_PROTOS)
 
 
 # ---- npm -------------------------------------------------------------------------------------

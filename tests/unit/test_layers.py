@@ -239,6 +239,7 @@ OWN_THREADS = {
     "engine.replica.watchdog": "it watches the steps, and waits for none",
     "engine.worker.process.main": "a process of its own, without Trio",
     "engine.worker.sampling.sandbox_main": "a process of its own, without Trio",
+    "grpc_service.cli.batch": "a command, which sends requests beside each other",
     "grpc_service.cli.generate": "a command, which asks for a file's prompts beside each other",
     "engine.worker.forward.packed_cache": "hash a file on all cores; sync it beside a load",
     "engine.worker.text.placed_model": "check packed weights beside a load, which waits for it",
