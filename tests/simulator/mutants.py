@@ -1156,6 +1156,24 @@ MUTANTS = (
         seed=174,
     ),
     Mutant(
+        "a holder that returns has a share saved up",
+        shares.Shares.activate,
+        "share.counter = max(share.counter, min(others, default=self._floor))",
+        "pass",
+    ),
+    Mutant(
+        "a holder that returns does not go first",
+        shares.Shares._place_of,
+        "share.counter - ahead, not share.is_back",
+        "share.counter + ahead, share.is_back",
+    ),
+    Mutant(
+        "decodes cost their holder nothing",
+        prices.price_alone,
+        "prices[payer] += times.price_of_decodes(count, drafts[payer])",
+        "pass",
+    ),
+    Mutant(
         "nobody skips a step",
         shared_steps.SharedStepBuilder._behind,
         "if share.counter <= most",

@@ -6,11 +6,13 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from engine.core.text import admission
 from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from engine.core.text.ledger import Ledger
     from engine.core.text.plan import Row, StepPlan
     from engine.core.text.scheduler import Scheduler
     from engine.core.text.sequence import Sequence
@@ -69,10 +71,14 @@ class ShareWatch:
         self._leads = Leads()
         self.restart = self._leads.restart
         self._interrupted: set[str] = set()  # holders that had nothing to do since the last plan
+        # Before the next plan: the place of each active holder, and of those that just came back a
+        # sequence that could start at once.
+        self._places: dict[str, float] = {}
+        self._first: dict[str, Sequence] = {}
 
-    def applied(self) -> None:
-        """Take note of which holders have nothing to do after an event: what they do not use is not
-        saved up."""
+    def applied(self, now: float) -> None:
+        """Take note of what could be planned after an event, and of which holders have nothing to
+        do: what they do not use is not saved up."""
         lives = self._scheduler._ledger.requests.values()
         active = {
             _holder(seq)
@@ -82,8 +88,25 @@ class ShareWatch:
         }
         self._interrupted |= {live.request.holder for live in lives} - active
         self._interrupted |= self._leads.holders - active
+        self._note_places(now)
 
-    def planned(self, plan: StepPlan) -> str:
+    def _note_places(self, now: float) -> None:
+        ledger, self._first = self._scheduler._ledger, {}
+        if not ledger.shares.is_contested:
+            return
+        shares = {live.share for live in ledger.requests.values() if live.share.num_active}
+        back_s = ledger.shares.head_start
+        self._places = {
+            share.holder: share.counter - (back_s / share.weight if share.is_back else 0.0)
+            for share in shares
+        }
+        is_held = self._scheduler._pause is not None or self._scheduler._prepared is not None
+        for seq in () if is_held else ledger.waiting.items:
+            share = seq.live.share  # of which nothing else waits that would start before
+            if share.is_back and share.num_active == 1 and _could_start(ledger, seq, now):
+                self._first[share.holder] = seq
+
+    def planned(self, plan: StepPlan, now: float) -> str:
         """Return what is wrong with a plan that is sent now, or ""."""
         scheduler = self._scheduler
         if scheduler._recovery.is_under_way:
@@ -93,6 +116,11 @@ class ShareWatch:
         sequences = {seq.sequence_id: seq for live in lives for seq in live.sequences}
         rows = [(sequences[row.sequence], row) for row in plan.rows if row.sequence in sequences]
         service = self._service_of(rows)
+        for name in self._first.keys() - service.keys():
+            # one before it may lack memory, which nobody else takes then
+            others = [place for other, place in self._places.items() if other != name]
+            if all(self._places[name] < place for place in others):
+                return f"{name} came back, and does not go first"
         weights = {live.request.holder: live.share.weight for live in lives}
         possible = [seq for seq in sequences.values() if not seq.has_ended]
         size = scheduler.config.block_size
@@ -103,7 +131,7 @@ class ShareWatch:
         waiting -= self._interrupted
         self._interrupted = set()
         wrong = self._leads.note(service, weights, waiting, self._largest_of(possible))
-        self.applied()  # planning may have parked requests
+        self.applied(now)  # planning may have parked requests
         return wrong
 
     def _service_of(self, rows: list[tuple[Sequence, Row]]) -> dict[str, float]:
@@ -151,4 +179,24 @@ def _could_run(seq: Sequence, block_size: int) -> bool:
         and not seq.live.is_guest
         and not seq.live.attached
         and len(seq.blocks) * block_size > seq.num_computed
+    )
+
+
+def _could_start(ledger: Ledger, seq: Sequence, now: float) -> bool:
+    """Return whether a waiting sequence can start at once, whatever else is planned."""
+    blocks = ledger.pool.num_free - admission.still_needs(ledger, seq)
+    return (
+        not any(other.is_known_to_worker for other in seq.live.sequences)
+        and not seq.is_background
+        and not seq.live.is_guest
+        and not seq.is_late(now)
+        and not seq.request.images
+        and all(
+            seq.request.prompt[0] != other.request.prompt[0]  # no block of it is being computed
+            for other in ledger.requests.values()
+            if other is not seq.live
+        )
+        and admission.has_seats(ledger, seq)
+        and admission.has_slots(ledger, seq, 1)
+        and blocks >= len(ledger.running) * ledger.config.max_num_seqs
     )

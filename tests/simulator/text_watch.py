@@ -47,7 +47,7 @@ class TextWatch:
 
     def applied(self, event: InputEvent, events: list[OutputEvent], now: float) -> str:
         """Take note of an input. `tests.simulator.watch` judges the events."""
-        self._shares.applied()
+        self._shares.applied(now)
         self._background.applied()
         match event:
             case Pause(mode):
@@ -72,7 +72,7 @@ class TextWatch:
             self._judge_rows(plan)
             or self._pace.planned(plan, now)
             or self._guests.planned(self.scheduler, plan, now)
-            or self._shares.planned(plan)
+            or self._shares.planned(plan, now)
         )
 
     def _judge_rows(self, plan: StepPlan) -> str:
