@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from engine.core.common.shares import Shares
 from engine.core.common.steps import FailureKind
-from engine.core.common.waiting_queue import WaitingQueue
+from engine.core.common.waiting_queue import BACKGROUND, WaitingQueue
 from engine.core.text import planned_step, prices, shared_steps, step_times
 from tests.simulator.mutants import Mutant, planted
 from tests.support.core_driver import Driver, make_request
@@ -287,6 +287,19 @@ def test_a_full_queue_has_room_for_another_holders_part():
         assert len(busy.driver.refused) == before + 10 - admitted
     busy.driver.run()
     busy.driver.check_idle()
+
+
+def test_background_work_fills_no_part_of_the_others_queue():
+    busy = Busy(max_num_seqs=2, max_queued_requests=8)
+    for _ in range(6):
+        busy.ask("other", priority=BACKGROUND)
+    for _ in range(10):
+        busy.ask("many")
+    before = len(busy.driver.refused)
+    for _ in range(4):
+        busy.ask("other")
+    assert before > 0
+    assert len(busy.driver.refused) == before
 
 
 def test_what_is_cached_costs_nothing():

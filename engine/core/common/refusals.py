@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.core.common.events import PauseMode
+from engine.core.common.waiting_queue import BACKGROUND_FROM
 from engine.errors import DuplicateRequest, Overloaded, Paused
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def _has_part_left(
     most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
     if num_queued >= EXCESS * most or tokens_queued + num_tokens > EXCESS * most_tokens:
         return False
+    is_background = request.priority >= BACKGROUND_FROM  # which is counted apart
+    waiting = [x for x in waiting if (x.request.priority >= BACKGROUND_FROM) == is_background]
     own = [item for item in waiting if item.request.holder == request.holder]
     if len(own) == len(waiting):
         return False
