@@ -1100,10 +1100,10 @@ MUTANTS = (
         "forget()",
     ),
     Mutant(
-        "a request whose choices end after its stream is billed twice",
-        bill.Bill.complete,
-        "if has_ended and not self._is_complete:",
-        "if has_ended:",
+        "an aborted request is billed twice",
+        supervisor.Supervisor._note_bill,
+        "self.usage.add(record)",
+        "self.usage.add(record)\n    if record.end == 'ABORTED':\n        self.usage.add(record)",
     ),
     Mutant(
         "a step's time is not divided",
