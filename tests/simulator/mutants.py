@@ -636,7 +636,7 @@ MUTANTS = (
     Mutant(
         "a lost connection ends its request",
         text_stream.TextStream.leave,
-        "if is_lost and self._on_loss(self):",
+        "if gone.is_lost and self._on_loss(self):",
         "if False:",
         seed=26,
     ),
