@@ -1,6 +1,6 @@
 """What a call's trailer, GetUsage and the usage log say of requests over gRPC and HTTP.
 
-`tests/service/test_endings.py` compares the sums with the server's counters after every end in every
+`tests/service/test_endings.py` compares the sums with the server's counters after each end in each
 phase; the simulator compares each record with what its reader received.
 """
 

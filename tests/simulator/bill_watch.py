@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from engine.core.text.scheduler import Scheduler
 from engine.replica.loop import EngineLoop
 from engine.requests.text.values import GenerateRequest
 from tests.simulator.watch import Violation
@@ -95,6 +96,11 @@ class BillWatch:
             raise Violation(f"{billed_s} s of steps are billed, of {busy_s}")
 
     def _check_counters(self, engine: Engine) -> None:
+        cores = [loop.core for loop in self._loops if isinstance(loop.core, Scheduler)]
+        made = sum(core.statistics().completion_tokens_total for core in cores)
+        billed = sum(record.completion_tokens for record in self.records)
+        if made != billed:
+            raise Violation(f"{billed} tokens are billed of {made}")
         ends = Counter(record.end for record in self.records)
         total = engine.statistics().totals.requests_total
         for name, reason in ENDS.items():
