@@ -202,13 +202,6 @@ MUTANTS = (
         seed=13,
     ),
     Mutant(
-        "room is made as if nobody had a next token",
-        admission._promised,
-        "with_next=seq.rank < first.rank",
-        "with_next=bool(seq.num_pending) and seq.rank < first.rank",
-        seed=147,
-    ),
-    Mutant(
         "a step's prompts take as long as they take",
         step_times.StepTimes.tokens_in_step,
         "if not (target_s and any(large)):",
