@@ -123,7 +123,7 @@ def _fault_of_own(given: dict[str, Any]) -> str:
     try:
         json_format.ParseDict(given, messages.GenerateRequest())
     except (json_format.ParseError, ValueError, RecursionError) as error:
-        return f"is no GenerateRequest: {error}"
+        return f"is no GenerateRequest: {str(error).splitlines()[0]}"
     return ""
 
 
