@@ -100,7 +100,8 @@ class ShareWatch:
             share.holder: share.counter - (back_s / share.weight if share.is_back else 0.0)
             for share in shares
         }
-        is_held = self._scheduler._pause is not None or self._scheduler._prepared is not None
+        core = self._scheduler
+        is_held = core._pause or core._prepared or core._recovery.is_under_way
         for seq in () if is_held else ledger.waiting.items:
             share = seq.live.share  # of which nothing else waits that would start before
             if share.is_back and share.num_active == 1 and _could_start(ledger, seq, now):
@@ -184,7 +185,6 @@ def _could_run(seq: Sequence, block_size: int) -> bool:
 
 def _could_start(ledger: Ledger, seq: Sequence, now: float) -> bool:
     """Return whether a waiting sequence can start at once, whatever else is planned."""
-    blocks = ledger.pool.num_free - admission.still_needs(ledger, seq)
     return (
         not any(other.is_known_to_worker for other in seq.live.sequences)
         and not seq.is_background
@@ -198,5 +198,5 @@ def _could_start(ledger: Ledger, seq: Sequence, now: float) -> bool:
         )
         and admission.has_seats(ledger, seq)
         and admission.has_slots(ledger, seq, 1)
-        and blocks >= len(ledger.running) * ledger.config.max_num_seqs
+        and admission.shortfall(ledger, seq, admission.match(ledger, seq)) <= 0
     )
