@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.requests.usage import Pair, UsageRecord, UsageSums
     from engine.status import AbortOutcome
 
+MIN_SECONDS, MAX_SECONDS = -62_135_596_800, 253_402_300_799  # of a Timestamp, since 1970
 ABORTS_MAX = 1024  # ids in one call. Guess: ending 1,024 requests takes the loop a few milliseconds
 
 
@@ -86,7 +87,13 @@ def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
 
 def decode_usage(message: control_pb2.GetUsageRequest) -> tuple[str | None, str, float]:
     """Return the holder (None: every holder), the model ("": every model), and since when, in
-    seconds after 1970."""
+    seconds after 1970.
+
+    Raises:
+        InvalidRequest: ``since`` is no time of a Timestamp.
+    """
+    if not MIN_SECONDS <= message.since.seconds <= MAX_SECONDS:
+        raise InvalidRequest.of("since", "is not between the years 1 and 9999")
     holder = message.holder if message.HasField("holder") else None
     return holder, message.model, message.since.seconds + message.since.nanos * 1e-9
 

@@ -122,6 +122,7 @@ def test_a_file_comes_with_all_that_it_imports(version, question):
         "triolet/v1/control.proto",
         "triolet/v1/common.proto",
         "google/protobuf/duration.proto",
+        "google/protobuf/timestamp.proto",
     }
 
 

@@ -220,9 +220,12 @@ def test_vectors_scores_and_tokens(client):
     assert client.detokenize(request, timeout=CALL_LIMIT_S).text == "<105><106>"
 
 
+MODELS = ["fake", "emb", "rank", "sparse", "multi", "moods", "names"]
+
+
 def test_models_and_control(client):
     listed = client.models.list_models(timeout=CALL_LIMIT_S).models
-    assert [model.name for model in listed] == ["fake", "emb", "rank", "sparse", "multi"]
+    assert [model.name for model in listed] == MODELS
     got = client.models.get_model(messages.GetModelRequest(model="emb"), timeout=CALL_LIMIT_S)
     assert got.model.capability == messages.CAPABILITY_TEXT_EMBEDDING
     unload = messages.UnloadModelRequest(model="emb")

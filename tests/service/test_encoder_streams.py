@@ -107,7 +107,7 @@ async def test_the_vectors_of_tokens_that_wait_for_a_reader_are_bounded_in_bytes
     inputs = tuple((i + 1, 1, 2, 3) for i in range(30))
     request = EmbedRequest(model="multi", kind="multi-vector", inputs=inputs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode_stream, "MATRICES_BYTES_MAX", 3 * 4 * 8 * 4)
+        patch.setattr(encode_stream, "WAITING_BYTES_MAX", 3 * 4 * 8 * 4)
         async with engine.embed(request) as stream:
             assert isinstance(await anext(stream), Started)
             while not engine.statistics().totals.parked:

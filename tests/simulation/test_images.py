@@ -14,6 +14,7 @@ from engine.errors import InvalidRequest, Overloaded, RequestTooLarge, TrioletEr
 from engine.requests import image_memory
 from engine.requests.encode.values import Embedding, EmbedRequest
 from engine.requests.image_memory import ImageMemory
+from engine.requests.readers import Leaving
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import GenerateRequest
 from engine.requests.tokenizing import Tokenizing
@@ -141,7 +142,7 @@ async def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(*,
             hoarder = asking(2000, resume_window_s=3600.0)
             lost = engine.submit(hoarder, buffer=4, reader=(reader := SilentReader()))
             await trio.sleep(3 * DECODE_S)
-            lost.leave(reader, trio.current_time(), is_lost=True)
+            lost.leave(reader, trio.current_time(), Leaving(is_lost=True))
             assert memory.num_bytes
             with trio.fail_after(9 * DECODE_S):
                 assert len(await engine.complete(asking())) > 0

@@ -225,7 +225,7 @@ async def test_other_tasks_run_while_many_messages_are_written(unread_calls, nur
     while len(written) < BUFFER:
         await trio.lowlevel.checkpoint()
         seen.append(len(written))
-    assert 2 in seen
+    assert {*seen} - {0, BUFFER}
 
 
 async def test_events_that_come_while_the_task_is_busy_are_not_lost(unread_calls, nursery):

@@ -80,6 +80,7 @@ NON_ZERO = {
     FieldDescriptor.CPPTYPE_UINT32: 3,
     FieldDescriptor.CPPTYPE_UINT64: 3,
     FieldDescriptor.CPPTYPE_BOOL: True,
+    FieldDescriptor.CPPTYPE_STRING: "a",
 }
 ZERO_IS_OUTSIDE = {
     "sampling.top_p",
@@ -142,6 +143,8 @@ def asked(field, **values):
             classify = classify_codec.decode_classify(request)
             classify.validate()
             return getattr(classify, name)
+        case "GetUsageRequest":
+            return operations_codec.decode_usage(control_pb2.GetUsageRequest(**values))[0]
         case "LoadModelRequest":
             return operations_codec.decode_load(models_pb2.LoadModelRequest(model="m", **values))[1]
     raise AssertionError(f"{message} is not in this test")

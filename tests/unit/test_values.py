@@ -27,6 +27,7 @@ FIT = ImageFit(5, 100, size=(1, 2))
 OPTIONS = e.EncodeOptions(4, True, True)
 VALUES = [
     e.TokenizedInput(INPUT, 3),
+    e.CharSpan(0, 3, False),
     p.StepPlan(
         PlanId(7),
         (
