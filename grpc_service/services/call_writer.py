@@ -284,15 +284,17 @@ class CallWriter:
     async def _write(self, events: Sequence[Any]) -> None:
         """Write events that are ready together. Raises and cancellation: as `Call.write`."""
         self._made, self._num_made_written = (), 0
-        self._made = made = [*await self._messages_of(events)]
-        for number, message in enumerate(made, 1):
+        made = await self._messages_of(events)
+        if isinstance(made, list):
+            self._made = made
+        for number, message in enumerate(made, 1):  # a generator makes them one by one
             await self._call.write(message)
             self._num_made_written = number
             self._num_bytes += _size_of(message)
             if not number % MESSAGES_IN_TURN:
                 await trio.lowlevel.checkpoint()
             self._stream.note_taken()
-        if made:
+        if self._num_made_written:
             self._batch, self._made = [], ()
 
     async def _receive(self) -> Sequence[Any]:
@@ -348,7 +350,10 @@ class CallWriter:
         together, those count whose messages can be told."""
         batch = self._batch
         if num_written := self._num_made_written:
-            if len(self._made) == len(batch):
+            if not self._made:  # by a generator, each message of which has a result or more
+                results = [one for one in batch if isinstance(one, self._stream.result_types)]
+                batch = results[num_written:]
+            elif len(self._made) == len(batch):
                 batch = batch[num_written:]
             else:
                 batch = self._left_of(batch, self._made[:num_written])

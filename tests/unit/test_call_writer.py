@@ -228,6 +228,27 @@ async def test_other_tasks_run_while_many_messages_are_written(unread_calls, nur
     assert {*seen} - {0, BUFFER}
 
 
+async def test_a_generators_messages_are_made_one_by_one(unread_calls, nursery, monkeypatch):
+    """A batch of vectors is large, and a slow client reads it for long."""
+    served, made, written = Served(unread_calls, Call()), [], []
+
+    def encode(events):
+        for event in events:
+            made.append(event)
+            yield event
+
+    async def write(message):
+        written.append(message)
+        assert len(made) == len(written)
+
+    monkeypatch.setattr(served.writer, "_encode", encode)
+    served.call.write = write
+    served.make(*range(BUFFER))
+    nursery.start_soon(served.run)
+    await wait_all_tasks_blocked()
+    assert len(written) == BUFFER
+
+
 async def test_events_that_come_while_the_task_is_busy_are_not_lost(unread_calls, nursery):
     served = Served(unread_calls, Call(is_open=True))
     served.make(1)
