@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.errors import FieldViolation, InvalidRequest
+from engine.errors import InvalidRequest
 from engine.requests.encode.classify_values import Classification, ClassifyRequest
 from engine.requests.text.values import Started
 from grpc_service._generated.triolet.v1 import classes_pb2
+from grpc_service.services.encode_codec import unset_and_unknown
 from grpc_service.services.text_codec import given, ids_of
 
 if TYPE_CHECKING:
@@ -43,15 +44,9 @@ def decode_classify(
         InvalidRequest: Inputs are not set, or an enum has no such value; it names every field that
             is wrong.
     """
-    violations = [
-        FieldViolation(f"inputs[{index}]", "set exactly one of text, token_ids and pair")
-        for index, input_ in enumerate(message.inputs)
-        if input_.WhichOneof("input") is None
-    ]
-    for name, known in (("activation", ACTIVATIONS), ("aggregation", AGGREGATIONS)):
-        if getattr(message, name) not in known:
-            what = f"is {getattr(message, name)}, which the enum does not have"
-            violations.append(FieldViolation(name, what))
+    violations = unset_and_unknown(
+        message, "pair", {"activation": ACTIVATIONS, "aggregation": AGGREGATIONS}
+    )
     request = ClassifyRequest(
         model=message.model,
         inputs=tuple(map(_input_of, message.inputs)),

@@ -4,7 +4,7 @@ the rules of `grpc_service.services.text_codec`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import FieldViolation, InvalidRequest
 from engine.requests.encode.values import (
@@ -20,9 +20,10 @@ from grpc_service._generated.triolet.v1 import vectors_pb2
 from grpc_service.services.text_codec import given, ids_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from engine.requests.encode.values import EmbedStreamEvent, EncodeEvent
+    from grpc_service._generated.triolet.v1 import classes_pb2
 
 VALUES_TAG = b"\x12"  # EmbedResponse.values: field 2, length-delimited
 VECTORS_TAG, ERRORS_TAG = b"\x0a", b"\x12"  # EmbedStreamResponse: fields 1 and 2
@@ -45,6 +46,26 @@ PRECISIONS = {
 }
 
 
+def unset_and_unknown(
+    message: vectors_pb2.EmbedRequest | classes_pb2.ClassifyRequest,
+    other: str,
+    enums: Mapping[str, Container[Any]],
+) -> list[FieldViolation]:
+    """Return the violations of inputs that are not set, which may be texts, token ids or of the
+    kind ``other``, and of enum fields whose value is none of ``enums``, by the field's name."""
+    unset = [
+        FieldViolation(f"inputs[{index}]", f"set exactly one of text, token_ids and {other}")
+        for index, input_ in enumerate(message.inputs)
+        if input_.WhichOneof("input") is None
+    ]
+    unknown = [
+        FieldViolation(name, f"is {getattr(message, name)}, which the enum does not have")
+        for name, known in enums.items()
+        if getattr(message, name) not in known
+    ]
+    return unset + unknown
+
+
 def decode_embed(message: vectors_pb2.EmbedRequest, timeout_s: float | None = None) -> EmbedRequest:
     """Return the engine's request. Its ranges are not checked yet (`EmbedRequest.validate`).
 
@@ -52,15 +73,7 @@ def decode_embed(message: vectors_pb2.EmbedRequest, timeout_s: float | None = No
         InvalidRequest: Inputs are not set, or an enum has no such value; it names every field that
             is wrong.
     """
-    violations = [
-        FieldViolation(f"inputs[{index}]", "set exactly one of text, token_ids and image")
-        for index, input_ in enumerate(message.inputs)
-        if input_.WhichOneof("input") is None
-    ]
-    for name, known in (("precision", PRECISIONS), ("kind", KINDS)):
-        if getattr(message, name) not in known:
-            what = f"is {getattr(message, name)}, which the enum does not have"
-            violations.append(FieldViolation(name, what))
+    violations = unset_and_unknown(message, "image", {"precision": PRECISIONS, "kind": KINDS})
     request = EmbedRequest(
         model=message.model,
         inputs=tuple(map(_input_of, message.inputs)),
