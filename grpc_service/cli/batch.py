@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import ssl
 import sys
 import threading
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 from google.protobuf import json_format
 
 from grpc_service.cli.bars import bar
-from grpc_service.cli.batch_files import Journal, Requests
+from grpc_service.cli.batch_files import Requests, keep, open_journal, write_results
 from grpc_service.cli.client import EXIT_FAILED, run_client
 from grpc_service.cli.interrupts import raise_on_ctrl_c
 from grpc_service.cli.security import key_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    from grpc_service.cli.results_file import ResultsFile
     from grpc_service.client import Client
 
 PATIENCE_S = 300.0  # seconds without any result after which a server that is away is given up
@@ -57,37 +59,33 @@ def run(args: argparse.Namespace) -> int:
     """
     raise_on_ctrl_c()
     requests = Requests(args.file)
-    results = args.output or f"{args.file}.results.jsonl"
-    errors = f"{args.output}.errors" if args.output else f"{args.file}.errors.jsonl"
-    journal = Journal(requests, results, errors)
-    work = _Batch(args, requests, journal)
-    try:
+    output = os.path.expanduser(args.output)
+    results = output or f"{requests.path}.results.jsonl"
+    errors = f"{output}.errors" if output else f"{requests.path}.errors.jsonl"
+    with open_journal(requests, args.model, results, errors) as journal:
+        work = _Batch(args, requests, journal)
         try:
-            code = run_client(args, work.run)
+            code = 0 if work.is_whole else run_client(args, work.run)
         except GaveUp as error:
             print(f"triolet: {error}", file=sys.stderr)
             code = EXIT_FAILED
         if work.is_whole:
-            journal.finish()
-            print(
-                f"triolet: {requests.count} requests, {journal.num_errors} errors; {results}",
-                file=sys.stderr,
-            )
-            return EXIT_FAILED if journal.num_errors else code
+            num_errors = write_results(journal, results, errors)
+            told = f"{requests.count} requests, {num_errors} errors; {results}"
+            print(f"triolet: {told}", file=sys.stderr)
+            return EXIT_FAILED if num_errors else code
         print(
-            f"triolet: {sum(journal.done)} of {requests.count} requests are done; the same "
+            f"triolet: {len(journal.done)} of {requests.count} requests are done; the same "
             "command goes on",
             file=sys.stderr,
         )
         return code or EXIT_FAILED
-    finally:
-        journal.close()
 
 
 class _Batch:
     """One run over what is left of a file."""
 
-    def __init__(self, args: argparse.Namespace, requests: Requests, journal: Journal) -> None:
+    def __init__(self, args: argparse.Namespace, requests: Requests, journal: ResultsFile) -> None:
         self._args, self._requests, self._journal = args, requests, journal
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -99,7 +97,7 @@ class _Batch:
     @property
     def is_whole(self) -> bool:
         """Whether every request has a result."""
-        return all(self._journal.done)
+        return len(self._journal.done) == self._requests.count
 
     def run(self, client: Client) -> None:
         """Send what is left, and keep each result.
@@ -112,9 +110,9 @@ class _Batch:
             client.models.list_models(timeout=10)  # a wrong address or key is told at once
         else:
             self._look_for_port()
-        self._left = ((place, one) for place, one in self._requests if not done[place])
+        self._left = ((place, one) for place, one in self._requests if place not in done)
         with bar("computing", self._requests.count) as update:
-            update(completed=sum(done))
+            update(completed=len(done))
             threads = [
                 threading.Thread(target=self._work, args=(client, update), daemon=True)
                 for _ in range(min(self._args.parallel, self._requests.count))
@@ -145,7 +143,7 @@ class _Batch:
                 result, ok = self._until_done(client, connection, given, place)
                 with self._lock:
                     if not self._stopped.is_set():
-                        self._journal.add(place, result, ok=ok)
+                        keep(self._journal, place, result, ok=ok)
                         self._result_at = time.monotonic()
                         update(advance=1)
         except BaseException as error:

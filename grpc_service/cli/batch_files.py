@@ -1,23 +1,23 @@
-"""The files of ``triolet batch``: its requests, the journal by which it goes on, and its results.
+"""The files of ``triolet batch``: its requests, and its results.
 
-Rule 1: a file is checked whole before anything is computed. Rule 2: the journal has each result as
-soon as it is there, in any order, so that a command that was killed loses only what was in flight.
-Results and errors are written in the order of the requests when the last one is there. Rule 3: the
-memory that this takes grows by some bytes for each line, not with what the lines hold.
+Rule 1: a file is checked whole before anything is computed. Rule 2: a journal has each result as
+soon as it is there, in any order, so that a command that was killed loses only what was in flight
+(`grpc_service.cli.results_file`). Results and errors are written in the order of the requests when
+the last one is there. Rule 3: the memory that this takes grows by some bytes for each line, not
+with what the lines hold.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from array import array
 from typing import IO, TYPE_CHECKING, Any
 
 from google.protobuf import json_format
 
 from engine.errors import ConfigError
+from grpc_service.cli.results_file import ResultsFile
 from grpc_service.client import messages
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Requests:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = path = os.path.expanduser(path)
         self.is_openai = False
         self.count = 0
         digest, faults, ids = hashlib.sha256(), list[str](), set[bytes]()
@@ -127,110 +127,53 @@ def _fault_of_own(given: dict[str, Any]) -> str:
     return ""
 
 
-class Journal:
-    """The results so far, in a file beside the results. ``done`` says which requests have one.
+def open_journal(requests: Requests, model: str, results: str, errors: str) -> ResultsFile:
+    """Return the file that has each result as soon as it is there, and goes on after a kill.
 
     Raises:
-        ConfigError: it is of another input, another command works on it, or results of an earlier
-            batch are in the way.
+        ConfigError: as `ResultsFile`, or results of an earlier batch are in the way.
     """
+    path = f"{results}.journal"
+    for taken in (results, errors):
+        if os.path.exists(taken) and not os.path.exists(path):
+            raise ConfigError(f"{taken} is there already, and no journal to go on from")
+    about = {"input file": requests.digest}
+    return ResultsFile(path, about if requests.is_openai else about | {"--model": model})
 
-    def __init__(self, requests: Requests, results: str, errors: str) -> None:
-        self.path = f"{results}.journal"
-        self._requests, self._results, self._errors = requests, results, errors
-        self.done = bytearray(requests.count)
-        self.num_errors = 0
-        self._places = array("q", [-1]) * requests.count
-        head = {"batch": 1, "sha256": requests.digest, "requests": requests.count}
-        is_new = not os.path.exists(self.path)
-        for path in (results, errors):
-            if is_new and os.path.exists(path):
-                raise ConfigError(f"{path} is there already, and no journal to go on from")
-        try:
-            self._file = open(self.path, "a+b")  # noqa: SIM115 (closed by `close`)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise ConfigError(f"another triolet batch works on {self.path}") from None
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
-        try:
-            self._read(head)
-        except BaseException:
-            self._file.close()
-            raise
 
-    def _read(self, head: dict[str, Any]) -> None:
-        """Take the results of a command that was stopped. A last line that is torn is dropped."""
-        self._file.seek(0)
-        end = 0
-        while (line := self._file.readline()).endswith(b"\n"):
-            try:
+def keep(journal: ResultsFile, index: int, result: dict[str, Any], *, ok: bool) -> None:
+    """Keep the result of a request, or its error. Raises ConfigError if it cannot be written."""
+    journal.add(index, f'"ok": {json.dumps(ok)}, "result": {json.dumps(result)}')
+    journal.flush()
+
+
+def write_results(journal: ResultsFile, results: str, errors: str) -> int:
+    """Write all results, and the errors if there are any, in the order of their requests, and
+    remove the journal. Return the number of errors.
+
+    Raises:
+        ConfigError: they cannot be written; the journal stays.
+    """
+    made, num_errors = [f"{results}.new", f"{errors}.new"], 0
+    journal.sync()
+    try:
+        with open(made[0], "wb") as good, open(made[1], "wb") as bad:
+            for line in journal.in_order():
                 record = json.loads(line)
-                is_other = not end and record != head
-                if end:
-                    self._note(record, end)
-            except (ValueError, KeyError, IndexError, TypeError):
-                what = "is damaged; delete it to begin anew"
-                raise ConfigError(f"{self.path} {what}") from None
-            if is_other:
-                raise ConfigError(f"{self.path} belongs to another input than this file")
-            end += len(line)
-        self._file.truncate(end)
-        self._file.seek(end)
-        if not end:
-            self._write(head)
-
-    def _note(self, record: dict[str, Any], place: int) -> None:
-        index = record["n"]
-        self.done[index] = 1
-        self.num_errors += not record["ok"]
-        self._places[index] = place
-
-    def _write(self, record: dict[str, Any]) -> int:
-        place = self._file.seek(0, os.SEEK_END)
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        return place
-
-    def add(self, index: int, result: dict[str, Any], *, ok: bool) -> None:
-        """Keep the result of a request, or its error."""
-        record = {"n": index, "ok": ok, "result": result}
-        try:
-            self._note(record, self._write(record))
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
-
-    def finish(self) -> None:
-        """Write the results, and the errors if there are any, in the order of their requests.
-
-        Raises:
-            ConfigError: they cannot be written; the journal stays.
-        """
-        try:
-            self._write_all()
-        except OSError as error:
-            raise ConfigError(f"{self._results} cannot be written: {error.strerror}") from None
-
-    def _write_all(self) -> None:
-        os.fsync(self._file.fileno())
-        made = [f"{self._results}.new", f"{self._errors}.new"]
-        with open(made[0], "wb") as results, open(made[1], "wb") as errors:
-            for place in self._places:
-                self._file.seek(place)
-                record = json.loads(self._file.readline())
-                line = json.dumps(record["result"]).encode() + b"\n"
-                (results if record["ok"] else errors).write(line)
-            for file in (results, errors):
+                num_errors += not record["ok"]
+                file = good if record["ok"] else bad
+                file.write(json.dumps(record["result"]).encode() + b"\n")
+            for file in (good, bad):
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(made[0], self._results)
-        if self.num_errors:
-            os.replace(made[1], self._errors)
+        os.replace(made[0], results)
+        if num_errors:
+            os.replace(made[1], errors)
         else:
             os.unlink(made[1])
-        os.unlink(self.path)
-
-    def close(self) -> None:
-        """Close the journal, and let other commands have it."""
-        self._file.close()
+        journal.remove()
+    except OSError as error:
+        raise ConfigError(f"{results} cannot be written: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{journal.path} is damaged; remove it to begin anew") from None
+    return num_errors

@@ -50,7 +50,9 @@ def run_file(args: argparse.Namespace, parameters: messages.EmbedRequest) -> int
     if args.texts or args.images or args.json:
         raise ConfigError("--output takes the lines of --file alone, and writes JSON itself")
     total, digest = _measure(args.file)
-    about = {"input": digest, "request": json_format.MessageToDict(parameters)}
+    options = json_format.MessageToDict(parameters, preserving_proto_field_name=True)
+    about = {f"--{name.replace('_', '-')}": given for name, given in options.items()}
+    about["input file"] = digest
     faults: list[str] = []
     with ResultsFile(args.output, about) as results:
         parameters.model = results.noted.get("model", parameters.model)

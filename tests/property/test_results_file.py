@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from grpc_service.cli.results_file import Indices, ResultsFile
+from tests.support.files import largest_file
 
-ABOUT = {"input": "digest", "request": {"model": "m"}}
+ABOUT = {"input file": "digest", "--model": "m"}
 
 
 def kill(results, path, cut, hole):
@@ -48,6 +49,9 @@ def test_each_index_has_one_line_after_any_kills(total, runs, order):
             for index in range(total):
                 if index not in results.done:
                     results.add(index, '"late": true')
+            results.sync()
+            ordered = [json.loads(line)["index"] for line in results.in_order()]
+            assert ordered == list(range(total))
             results.finish()
         lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         assert sorted(line["index"] for line in lines) == list(range(total))
@@ -82,13 +86,51 @@ def test_only_a_file_of_the_same_work_goes_on(tmp_path):
             ResultsFile(str(path), ABOUT)
         first.add(0, '"a": 1')
         first.flush()
-    with pytest.raises(ConfigError, match="of another input"):
-        ResultsFile(str(path), ABOUT | {"input": "other"})
+    for other, names in (
+        ({"input file": "other", "--model": "m"}, "another input file; remove it and out.resume"),
+        ({"input file": "digest"}, "another --model"),
+        ({"input file": "x", "--model": "m", "--kind": "y"}, "another input file, --kind"),
+    ):
+        with pytest.raises(ConfigError, match=names):
+            ResultsFile(str(path), other)
     (tmp_path / "out.resume").write_text("torn")
-    with pytest.raises(ConfigError, match="of another input"):
+    with pytest.raises(ConfigError, match="has no unfinished results"):
         ResultsFile(str(path), ABOUT)
+    assert path.read_text() == '{"index": 0, "a": 1}\n'
     with pytest.raises(ConfigError, match="cannot be written"):
         ResultsFile(str(tmp_path / "none" / "out"), ABOUT)
+
+
+def test_a_command_that_got_no_result_binds_no_other_one(tmp_path):
+    path = tmp_path / "out"
+    with ResultsFile(str(path), ABOUT) as first:
+        first.note("model", "resolved")
+    other = ABOUT | {"--model": "other"}
+    with ResultsFile(str(path), other) as second:
+        assert second.noted == {}
+        second.add(0, '"a": 1')
+        second.flush()
+    with ResultsFile(str(path), other) as third:
+        assert 0 in third.done
+
+
+def test_a_full_disk_is_told_and_costs_what_was_not_written(tmp_path):
+    path = tmp_path / "out"
+    with ResultsFile(str(path), ABOUT) as first:
+        first.add(0, '"a": 1')
+        first.flush()
+        first.add(1, f'"a": "{"x" * 1000}"')
+        with (
+            largest_file(path.stat().st_size + 500),
+            pytest.raises(ConfigError, match="out cannot be written"),
+        ):
+            first.flush()
+    assert path.stat().st_size > 500
+    with ResultsFile(str(path), ABOUT) as second:
+        assert len(second.done) == 1
+        second.add(1, '"a": 2')
+        second.finish()
+    assert path.read_text() == '{"index": 0, "a": 1}\n{"index": 1, "a": 2}\n'
 
 
 @given(st.sets(st.integers(0, 3000)))

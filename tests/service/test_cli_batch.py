@@ -10,7 +10,8 @@ import time
 import pytest
 
 from engine.errors import ConfigError
-from grpc_service.cli.batch_files import Journal, Requests
+from grpc_service.cli.batch_files import Requests, keep, open_journal, write_results
+from tests.support.files import largest_file
 from tests.support.server import openai_port_of, real
 
 BATCH = "import sys; from grpc_service.cli.entry import main; sys.exit(main())"
@@ -89,7 +90,7 @@ def test_a_batch_that_is_killed_has_the_results_of_an_unbroken_one(server, tmp_p
     said = process.communicate(timeout=3000)[1]
     assert process.returncode == 0, said
     assert texts(read(tmp_path / "broken.results.jsonl")) == texts(wanted)
-    assert not journal.exists()
+    assert not [*tmp_path.glob("*.journal*")]
     assert not (tmp_path / "broken.errors.jsonl").exists()
 
 
@@ -139,19 +140,25 @@ def test_a_wrong_file_is_refused_by_line(tmp_path, text, words):
 
 
 def test_results_of_another_batch_are_in_the_way(tmp_path):
-    one = Requests(str(write(tmp_path / "one", [own_line(0)])))
+    one = Requests(str(write(tmp_path / "one", [own_line(0), own_line(2)])))
     other = Requests(str(write(tmp_path / "other", [own_line(1)])))
     out, errors = str(tmp_path / "out"), str(tmp_path / "errors")
-    journal = Journal(one, out, errors)
-    with pytest.raises(ConfigError, match="another triolet batch works on"):
-        Journal(one, out, errors)
-    journal.close()
-    with pytest.raises(ConfigError, match="belongs to another input"):
-        Journal(other, out, errors)
-    journal = Journal(one, out, errors)
-    journal.add(0, {"a": 1}, ok=True)
-    journal.finish()
-    journal.close()
+    with open_journal(one, "m", out, errors) as journal:
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            open_journal(one, "m", out, errors)
+        keep(journal, 1, {"a": 1}, ok=True)
+    for requests, model, names in ((other, "m", "input file"), (one, "n", "--model")):
+        with pytest.raises(ConfigError, match=f"has results with another {names}; remove it"):
+            open_journal(requests, model, out, errors)
+    with open_journal(one, "m", out, errors) as journal:
+        assert (0 in journal.done, 1 in journal.done) == (False, True)
+        keep(journal, 0, {"b": 2}, ok=False)
+        with largest_file(5), pytest.raises(ConfigError, match="out cannot be written"):
+            write_results(journal, out, errors)
+    assert not (tmp_path / "out").exists()
+    with open_journal(one, "m", out, errors) as journal:
+        assert write_results(journal, out, errors) == 1
     assert read(tmp_path / "out") == [{"a": 1}]
+    assert read(tmp_path / "errors") == [{"b": 2}]
     with pytest.raises(ConfigError, match="is there already"):
-        Journal(other, out, errors)
+        open_journal(other, "m", out, errors)
