@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from engine.core.common.shares import Shares
 from engine.core.common.steps import FailureKind
 from engine.core.common.waiting_queue import BACKGROUND, WaitingQueue
-from engine.core.text import planned_step, prices, shared_steps, step_times
+from engine.core.text import prices, scheduler, shared_steps, step_times
 from tests.simulator.mutants import Mutant, planted
 from tests.support.core_driver import Driver, make_request
 from tests.support.encode_driver import EncodeDriver, Picture
@@ -552,7 +552,7 @@ BUGS = (
         "min(self._budget, max(SHORT_MIN, most))",
         "self._budget",
     ),
-    Mutant("decodes have no turns", planned_step.PlannedStep.seal, "share.turn = rank", "pass"),
+    Mutant("decodes have no turns", scheduler.Scheduler._next_step, "share.turn = rank", "pass"),
 )
 CHECKS = (
     lambda: test_many_streams_have_no_more_of_the_machine_than_one((3, 1), prepared=True),

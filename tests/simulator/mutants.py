@@ -1101,7 +1101,7 @@ MUTANTS = (
     Mutant(
         "a step's time is not divided",
         meter.EqualSteps.settle,
-        "self._seconds / len(self._rows)",
+        "self._seconds / self._num_rows",
         "self._seconds",
     ),
     Mutant(
@@ -1188,8 +1188,8 @@ MUTANTS = (
     Mutant(
         "background work runs beside others",
         scheduler.Scheduler._builder,
-        "but_background = self._ledger.background_gives_way()",
-        "but_background = False",
+        "and gives_way and self._ledger.background_gives_way()",
+        "and False",
         seed=5,
     ),
     Mutant(
@@ -1209,8 +1209,8 @@ MUTANTS = (
     Mutant(
         "prefixes of background work are evicted like others",
         ledger.Ledger.publish_computed,
-        "is_background=seq.is_background",
-        "is_background=False",
+        "bool(self.num_background) and seq.is_background",
+        "False",
         seed=5,
     ),
     Mutant(

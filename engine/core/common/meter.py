@@ -2,7 +2,8 @@
 
 Rule 1: the parts of a step's seconds add up to the step's seconds. Rule 2: a step whose rows cost
 alike is noted by its list of rows alone, and divided when the list changes or somebody has to read
-a meter (`EqualSteps.settle`): of a thousand steps of the same decodes, each costs one comparison.
+a meter (`EqualSteps.settle`): of a thousand steps of the same decodes, each costs two comparisons
+and an addition.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ class EqualSteps:
     """The steps whose rows cost alike and whose seconds are not divided yet. A row has its request
     as ``live``, which has the `Meter`."""
 
-    __slots__ = ("_rows", "_seconds")
+    __slots__ = ("_num_rows", "_rows", "_seconds")
 
     def __init__(self) -> None:
         self._rows: Sequence[Any] = ()
+        self._num_rows = 0
         self._seconds = 0.0
 
     def add(self, rows: Sequence[Any], seconds: float) -> None:
         """Note a step of ``rows``, a list that nobody changes afterwards."""
         if rows != self._rows:
             self.settle()
-            self._rows = rows
+            self._rows, self._num_rows = rows, len(rows)
         self._seconds += seconds
 
     def settle(self) -> None:
         """Divide what was noted, so that every meter is right."""
         if self._rows:
-            each = self._seconds / len(self._rows)
+            each = self._seconds / self._num_rows
             for row in self._rows:
                 row.live.meter.step_s += each
-            self._rows, self._seconds = (), 0.0
+            self._rows, self._num_rows, self._seconds = (), 0, 0.0

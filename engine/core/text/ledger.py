@@ -222,10 +222,9 @@ class Ledger:
         if first == last or not self.keys.uses_cache(seq.live.request):
             return
         keys, observer = self.keys.extend(seq, end), self.cache.observer
+        is_background = bool(self.num_background) and seq.is_background
         for index in range(first, last):
-            is_new = self.cache.publish(
-                keys[index], seq.blocks[index], is_background=seq.is_background
-            )
+            is_new = self.cache.publish(keys[index], seq.blocks[index], is_background=is_background)
             if is_new and observer is not None and self.keys.is_plain(seq):
                 parent = keys[index - 1] if index else None
                 observer.stored(keys[index], parent, seq.tokens(index * size, (index + 1) * size))

@@ -17,6 +17,8 @@ from engine.core.text.memory.states import StepStates
 from engine.core.text.plan import AdmittedSequence, StepPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+
     from engine.core.common.shares import Share
     from engine.core.common.types import BlockId, SequenceId
     from engine.core.text.ledger import Ledger
@@ -34,46 +36,32 @@ class PlannedStep:
     ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``num_drafts`` counts
     the drafted tokens of its rows, and ``image_cost`` what encoding its rows' images may cost, in
     tokens. ``states`` are the state slots that it takes; None if the model has no states.
-    ``passed`` are the holders behind those of its rows that it could compute nothing for, and
-    ``turns`` has the rank of the last decode of each holder that it had no room for all decodes of.
+    ``is_shared``: it was planned for several holders. Then ``passed`` are the holders behind those
+    of its rows that it could compute nothing for, and ``turns`` has the rank of the last decode of
+    each holder that it had no room for all decodes of.
     `seal` sets ``plan``, ``num_tokens``, which its rows compute, and ``started_at``.
     """
 
-    __slots__ = (
-        "_ledger",
-        "copies",
-        "forks",
-        "image_cost",
-        "num_drafts",
-        "num_tokens",
-        "passed",
-        "pending_keys",
-        "plan",
-        "reservation",
-        "rows",
-        "sequences",
-        "started",
-        "started_at",
-        "states",
-        "turns",
-    )
+    # What most steps have. It is set only for a step that has something else.
+    started_at = 0.0
+    num_drafts = num_tokens = image_cost = 0
+    plan = EMPTY_PLAN
+    states: StepStates | None = None
+    is_shared = False
+    passed: SequenceOf[Share] = ()
+    turns: dict[Share, Rank]  # of a step with ``is_shared``
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.reservation = ledger.pool.open()
-        self.states = None if ledger.states is None else StepStates(ledger.states)
-        self.started_at = 0.0
+        if ledger.states is not None:
+            self.states = StepStates(ledger.states)
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
         self.forks: dict[SequenceId, list[Sequence]] = {}
         self.started: list[Sequence] = []
         self.pending_keys: set[bytes] = set()
-        self.num_drafts = self.num_tokens = 0
-        self.image_cost = 0
-        self.passed: list[Share] = []
-        self.turns: dict[Share, Rank] = {}
         self.copies: list[tuple[BlockId, BlockId]] = []
-        self.plan = EMPTY_PLAN
 
     def seal(self, plan_id: PlanId, now: float) -> None:
         """Make the plan as it goes to the worker now, with the sequences that the worker sees for
@@ -85,8 +73,6 @@ class PlannedStep:
                 admitted.append(_admission(seq))
         released, self._ledger.released = self._ledger.released, []
         self.started_at = now
-        for share, rank in self.turns.items():
-            share.turn = rank
         self.plan = StepPlan(
             plan_id, tuple(self.rows), tuple(self.copies), tuple(admitted), tuple(released)
         )

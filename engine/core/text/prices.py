@@ -103,7 +103,10 @@ class Metering(EqualSteps):
 
     def charge(self, step: PlannedStep, seconds: float) -> None:
         """Divide a step's seconds, or note them until `settle`."""
-        if step.num_tokens == len(step.rows):
+        # Most steps compute the decodes of the step before, and cost no more than this.
+        if step.sequences == self._rows and step.num_tokens == self._num_rows:
+            self._seconds += seconds
+        elif step.num_tokens == len(step.rows):
             self.add(step.sequences, seconds)
         else:
             prices = price_of(self._times, step, meter_of)

@@ -115,16 +115,20 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         step = self._use_prepared(now)
         if step is None and self._pause is not PauseMode.KEEP:
             step = self._build(now)
-        self._drafts.widen(step, is_allowed=not self._recovery.is_under_way)
+        if self._drafts.offers:
+            self._drafts.widen(step, is_allowed=not self._recovery.is_under_way)
         if step is not None:
             step.seal(plan_id, now)
-            self._charged = {}
-            if self._shares.is_contested:
-                self._charged = charge(step, self._times)
-                self._shares.pass_over(step.passed, self._charged)
-                self._shares.charge(self._charged)
-                self._shares.head_start = self._times.short_step_s()
-                self._shared_until = now + SHARED_S
+            if step.is_shared:
+                for share, rank in step.turns.items():
+                    share.turn = rank
+                self._charged = {}
+                if self._shares.is_contested:
+                    self._charged = charge(step, self._times)
+                    self._shares.pass_over(step.passed, self._charged)
+                    self._shares.charge(self._charged)
+                    self._shares.head_start = self._times.short_step_s()
+                    self._shared_until = now + SHARED_S
         return step
 
     def prepare(self, now: float) -> None:
@@ -167,44 +171,30 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
             step = self._builder(now).build_alone(suspect)
             if step is not None:
                 return step
-        # Under WAIT, a sequence that has begun goes on to its end, even after a preemption.
-        only_begun = self._pause is PauseMode.WAIT
-        step = self._builder(now, only_begun=only_begun).build()
+        step = self._builder(now).build()
         if step is None and self._ledger.num_background:
             # Planning may have parked the first of the others, which held up those behind it. If
             # none of them can be computed, background work may.
-            step = self._builder(now, only_begun=only_begun).build()
+            step = self._builder(now).build()
             if step is None:
-                return self._builder(now, only_begun=only_begun, but_background=False).build()
+                return self._builder(now, gives_way=False).build()
         return step
 
-    def _builder(
-        self, now: float, *, only_begun: bool = False, but_background: bool | None = None
-    ) -> StepBuilder:
+    def _builder(self, now: float, *, gives_way: bool = True) -> StepBuilder:
         """Return a builder for one step. The budget of its prompt tokens is halved by running out
-        of memory (D17). ``but_background`` None: background work gives way to what is there."""
-        if but_background is None:
-            but_background = False
-            if self._ledger.num_background:
-                but_background = self._ledger.background_gives_way()
+        of memory (D17). Without ``gives_way``, background work runs beside what else there is."""
+        builder: StepBuilder
         if self._shares.is_contested or now < self._shared_until:
-            return SharedStepBuilder(
-                self._ledger,
-                now,
-                self._times,
-                self._prompt_limit,
-                self._note_preemption,
-                only_begun=only_begun,
-                but_background=but_background,
+            builder = SharedStepBuilder(
+                self._ledger, now, self._times, self._prompt_limit, self._note_preemption
             )
-        return StepBuilder(
-            self._ledger,
-            now,
-            self._prompt_limit,
-            self._note_preemption,
-            only_begun=only_begun,
-            but_background=but_background,
-        )
+        else:
+            builder = StepBuilder(self._ledger, now, self._prompt_limit, self._note_preemption)
+        if self._pause is not None:  # what has begun goes on to its end, even after a preemption
+            builder.only_begun = True
+        if self._ledger.num_background and gives_way and self._ledger.background_gives_way():
+            builder.leave_out_background()
+        return builder
 
     def _prompt_limit(self, num_decodes: int) -> int:
         """Return how many prompt tokens a step may have beside ``num_decodes`` decodes (D4)."""
@@ -264,14 +254,15 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         self._rate.note(num_tokens, seconds)
         self._drafts.note_step(step, draft_s)
         self._times.note(step, num_tokens, seconds - draft_s)
-        if now < self._shared_until:
+        if step.is_shared and now < self._shared_until:
             self._times.note_shared(step, num_tokens, seconds - draft_s)
 
     def _step_failed(self, step: PlannedStep, failure: StepFailure, now: float) -> None:
         self._discard_prepared(now)
         step.undo(now)
-        if len(step.sequences) > 1 or failure.kind is FailureKind.OUT_OF_MEMORY:
-            self._shares.refund(self._charged)  # the rows run again
+        runs_again = len(step.sequences) > 1 or failure.kind is FailureKind.OUT_OF_MEMORY
+        if step.is_shared and runs_again:
+            self._shares.refund(self._charged)
         self._recovery.step_failed(step, failure, now)
 
     # ---- views

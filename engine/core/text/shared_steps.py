@@ -54,19 +54,6 @@ class SharedStepBuilder(StepBuilder):
     """Builds one step, in which holders share. ``times`` has what steps cost; the others are as for
     `StepBuilder`."""
 
-    __slots__ = (
-        "_able",
-        "_is_by_rank",
-        "_let_in",
-        "_num_decodes",
-        "_num_prompt",
-        "_positions",
-        "_running",
-        "_share",
-        "_times",
-        "_waiting",
-    )
-
     def __init__(
         self,
         ledger: Ledger,
@@ -74,27 +61,19 @@ class SharedStepBuilder(StepBuilder):
         times: StepTimes,
         prompt_limit: Callable[[int], int],
         on_preempt: Callable[[Sequence], None],
-        *,
-        only_begun: bool = False,
-        but_background: bool = False,
     ) -> None:
-        super().__init__(
-            ledger,
-            now,
-            prompt_limit,
-            on_preempt,
-            only_begun=only_begun,
-            but_background=but_background,
-        )
+        super().__init__(ledger, now, prompt_limit, on_preempt)
+        self._step.is_shared, self._step.turns = True, {}
         self._times = times
         self._let_in: list[Share] = []
-        self._able = self._beside  # the running sequences of all holders that the step may have
+        # The running sequences of all holders that the step may have, and each holder's sequences
+        # in their order, so that a holder's turn costs no look at others'.
+        self._able: list[Sequence] = []
+        self._running: dict[Share, list[Sequence]] = {}
         self._positions = times.short_step()
         self._num_decodes = self._num_prompt = 0  # of those positions
         self._share: Share | None = None  # of the holder whose sequences may start now
         self._is_by_rank = False  # whether the oldest takes memory from anybody
-        # Each holder's sequences in their order, so that a holder's turn costs no look at others'.
-        self._running = _by_holder(self._able)
         self._waiting: dict[Share, list[Sequence]] | None = None  # None: not looked up yet
 
     def build(self) -> PlannedStep | None:
@@ -113,6 +92,7 @@ class SharedStepBuilder(StepBuilder):
         """Plan the rows of the holders that are let in, the one that is furthest behind first, and
         of others only as long as the step is empty."""
         ledger = self._ledger
+        self._able, self._running = self._beside, _by_holder(self._beside)
         active = order = ledger.shares.in_order()
         if self._but_background:
             able = {*self._running, *(seq.live.share for seq in super()._queue())}

@@ -37,28 +37,18 @@ class StepBuilder:
 
     ``prompt_limit`` returns how many prompt tokens a step may have beside a number of decodes.
     ``on_preempt`` is called with every running sequence that lost its blocks. With ``only_begun``,
-    no waiting sequence starts that has never been in a step. With ``but_background``, the step has
-    no background work.
+    which is set before, no waiting sequence starts that has never been in a step.
     """
 
-    __slots__ = (
-        "_beside",
-        "_but_background",
-        "_chunk_left",
-        "_executing_keys",
-        "_has_chunk",
-        "_image_cost",
-        "_lacked_blocks",
-        "_ledger",
-        "_may_preempt",
-        "_now",
-        "_on_preempt",
-        "_only_begun",
-        "_prompt_limit",
-        "_score_left",
-        "_size",
-        "_step",
-    )
+    # What most steps begin with. It is not set for each step, because most steps end with it.
+    only_begun = _but_background = False
+    _may_preempt = True
+    _lacked_blocks = False
+    _chunk_left: int | None = None  # computed for the first prompt of the step
+    _score_left = SCORED_TOKENS_MAX
+    _has_chunk = False  # whether the step computes a part of a prompt
+    _image_cost = 0  # what encoding the last chunk's images costs, in tokens
+    _executing_keys: Set[bytes] = frozenset()  # keys of the executing step's blocks
 
     def __init__(
         self,
@@ -66,27 +56,19 @@ class StepBuilder:
         now: float,
         prompt_limit: Callable[[int], int],
         on_preempt: Callable[[Sequence], None],
-        *,
-        only_begun: bool = False,
-        but_background: bool = False,
     ) -> None:
         self._ledger = ledger
-        self._but_background = but_background
-        # the running sequences that the step may have
-        self._beside = admission.others_running(ledger) if but_background else ledger.running
+        self._beside = ledger.running  # the running sequences that the step may have
         self._size = ledger.config.block_size
         self._now = now
         self._prompt_limit = prompt_limit
         self._on_preempt = on_preempt
-        self._only_begun = only_begun
-        self._may_preempt = True
-        self._lacked_blocks = False
         self._step = PlannedStep(ledger)
-        self._chunk_left: int | None = None  # computed for the first prompt of the step
-        self._score_left = SCORED_TOKENS_MAX
-        self._has_chunk = False  # whether the step computes a part of a prompt
-        self._image_cost = 0  # what encoding the last chunk's images costs, in tokens
-        self._executing_keys: Set[bytes] = frozenset()  # keys of the executing step's blocks
+
+    def leave_out_background(self) -> None:
+        """Plan no background work. To be called before the step is built."""
+        self._but_background = True
+        self._beside = admission.others_running(self._ledger)
 
     # ---- building: one call of one of these
 
@@ -333,7 +315,7 @@ class StepBuilder:
         order = waiting.in_order(self._now)
         if self._but_background:
             order = order[: len(order) - waiting.num_background]
-        return [seq for seq in order if seq.is_known_to_worker] if self._only_begun else order
+        return [seq for seq in order if seq.is_known_to_worker] if self.only_begun else order
 
     def _first_waiting(self) -> Sequence | None:
         return next(iter(self._queue()), None)

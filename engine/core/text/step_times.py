@@ -57,7 +57,8 @@ class StepTimes:
         # Seconds of steps of decodes alone, by their number; from `DRAFTING_STEP_MAX` on in
         # doublings.
         self._decodes = [deque[float](maxlen=KEPT) for _ in range(DRAFTING_STEP_MAX + len(sizes))]
-        self._widths = [deque[int](maxlen=KEPT) for _ in self._decodes]  # the numbers of decodes
+        # The numbers of decodes, where the place does not say them.
+        self._widths = [deque[int](maxlen=KEPT) for _ in self._decodes]
         # [k]: seconds of a prompt token in steps with at least budget / 2**k prompt tokens, and
         # fewer than budget / 2**(k - 1).
         self._prompts = [deque[float](maxlen=KEPT) for _ in sizes]
@@ -85,7 +86,8 @@ class StepTimes:
         last = self._decodes[place]
         if num_tokens == num_rows and not num_drafts:
             last.append(max(0.0, seconds))
-            self._widths[place].append(num_rows)
+            if place >= DRAFTING_STEP_MAX:
+                self._widths[place].append(num_rows)
         elif seconds <= 0.0 or step.image_cost:
             return  # images take no time if their encodings are kept, and much otherwise
         elif num_tokens > num_rows:
@@ -96,7 +98,8 @@ class StepTimes:
             self._ratios[k] = _usual(self._drafts[k])
         else:
             last.append(seconds / self.ratio(num_drafts))
-            self._widths[place].append(num_rows)
+            if place >= DRAFTING_STEP_MAX:
+                self._widths[place].append(num_rows)
 
     def _note_prompts(self, step: PlannedStep, seconds: float) -> None:
         chunks = [row for row in step.plan.rows if row.count > 1]
@@ -239,7 +242,7 @@ class StepTimes:
         0.0 without any."""
         for place, last in enumerate(self._decodes):
             if last and (few_s := _usual(last)):
-                return few_s / (1.0 + TOKEN_COST * (_usual(self._widths[place]) - 1))
+                return few_s / (1.0 + TOKEN_COST * (self._width(place) - 1))
         return 0.0
 
     def price_of_decodes(self, num_decodes: int, num_drafts: int = 0) -> float:
@@ -260,7 +263,10 @@ class StepTimes:
     def _measured(self, place: int) -> tuple[float, float]:
         """Return the usual number of decodes of the steps at a place of `_decodes`, and their usual
         time."""
-        return _usual(self._widths[place]), _usual(self._decodes[place])
+        return self._width(place), _usual(self._decodes[place])
+
+    def _width(self, place: int) -> float:
+        return place if place < DRAFTING_STEP_MAX else _usual(self._widths[place])
 
     def price_of_prompts(self, num_tokens: int) -> float:
         """Return how many seconds ``num_tokens`` prompt tokens add to a step. Each costs the same,
@@ -303,8 +309,9 @@ class StepTimes:
 
 def _place(num_rows: int) -> int:
     """Return at which index `StepTimes` keeps the times of steps of ``num_rows`` decodes."""
-    doublings = num_rows.bit_length() - DRAFTING_STEP_MAX.bit_length()
-    return num_rows if doublings < 0 else DRAFTING_STEP_MAX + doublings
+    if num_rows < DRAFTING_STEP_MAX:
+        return num_rows
+    return DRAFTING_STEP_MAX + num_rows.bit_length() - DRAFTING_STEP_MAX.bit_length()
 
 
 def _expected(value: float) -> deque[float]:

@@ -54,7 +54,7 @@ class Offer(NamedTuple):
 
 
 class Drafts:
-    """The drafts of one scheduler."""
+    """The drafts of one scheduler. ``offers`` are for the next plan; read-only outside."""
 
     def __init__(self, ledger: Ledger, times: StepTimes) -> None:
         self._ledger = ledger
@@ -63,7 +63,7 @@ class Drafts:
         self._model_trials = Trials(slows=True)
         # the draft model's share of accepted tokens, over all sequences
         self._all = Lengths(model_trials=self._model_trials, least=LEAST_WEIGHT_OF_ALL)
-        self._offers: dict[SequenceId, Offer] = {}  # for the next plan
+        self.offers: dict[SequenceId, Offer] = {}
         self._counter = DraftCounter()
         self._by_model = (0, 0)  # the draft model's drafted and accepted tokens since `note_step`
 
@@ -71,7 +71,7 @@ class Drafts:
         """Note that the worker has ``count`` drafted tokens for the sequence's next row, and
         whether it has a model that may draft them."""
         if count or self._budget.is_open:
-            self._offers[seq.sequence_id] = Offer(count, has_model)
+            self.offers[seq.sequence_id] = Offer(count, has_model)
 
     def note(
         self, seq: Sequence, drafted: int, accepted: int, *, forced: int, by_model: bool
@@ -106,10 +106,9 @@ class Drafts:
         return counts_of([self._counter])
 
     def widen(self, step: PlannedStep | None, *, is_allowed: bool) -> None:
-        """Add drafts to the rows of a step that goes to the worker now, and drop all offers."""
-        if not self._offers:
-            return
-        offers, self._offers = self._offers, {}
+        """Add drafts to the rows of a step that goes to the worker now, and drop all offers. If
+        there are none, a call has no effect."""
+        offers, self.offers = self.offers, {}
         if step is None or not is_allowed:
             return
         rows, num_rows = step.rows, len(step.rows)

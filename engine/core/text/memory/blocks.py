@@ -94,17 +94,18 @@ class BlockPool:
         """Return ``count`` fresh blocks, the longest unused ones first; None, and take nothing, if
         fewer are free. The next `drain_reused` reports those that carried a cached prefix."""
         self._require_open(reservation)
-        if count > self.num_free:
+        free, background, cached = self._free, self._free_background, self._cached
+        if count > len(free) + len(background):
             return None
         taken = []
         for _ in range(count):
-            free = self._free
-            if self._free_background and (not free or next(iter(free)) in self._cached):
-                free = self._free_background
-            block, _nothing = free.popitem(last=False)
-            if block in self._cached:
-                self._cached.discard(block)
+            if background and (not free or next(iter(free)) in cached):
+                block, _nothing = background.popitem(last=False)
                 self._background.discard(block)
+            else:
+                block, _nothing = free.popitem(last=False)
+            if block in cached:
+                cached.discard(block)
                 self._reused.append(block)
             self._references[block] = 1
             taken.append(block)
