@@ -171,6 +171,7 @@ class Door:
             "/classify": classify,
             "/v1/images/generations": draw,
             "/v1/models": Route("GET", "triolet.v1.Models/ListModels", reply=self._list_models),
+            f"{models.PREFIX}…": Route("GET", "triolet.v1.Models/GetModel", reply=self._show_model),
             "/metrics": Route("GET", measure, reply=self._show_metrics),
             "/health": Route("GET", "", reply=self._show_health),
             "/version": Route("GET", "", reply=self._show_version),
@@ -181,21 +182,25 @@ class Door:
             },
         }
 
+    def _name(self, call: HttpCall) -> None:
+        """Name a request by its path, or else clients would make the names of the log and the
+        metrics."""
+        path = call.method
+        if path.startswith(models.PREFIX):
+            call.name, call.method = path.removeprefix(models.PREFIX), models.PREFIX + "…"
+        elif path not in self._routes:
+            call.name, call.method = path, "/…"
+
     def _route_of(self, call: HttpCall) -> Route:
-        """Return the route of a request.
+        """Return the route of a request that has a name.
 
         Raises:
             HttpError: there is none, or the path has another verb.
         """
         route = self._routes.get(call.method)
-        if route is None and call.method.startswith(models.PREFIX):
-            route = Route("GET", "triolet.v1.Models/GetModel", reply=self._show_model)
-            call.name, call.method = call.method.removeprefix(models.PREFIX), models.PREFIX + "…"
         if route is None:
-            known = call.method
-            call.method = "/…"  # else clients would make the names of the log and the metrics
-            is_responses = known.startswith("/v1/responses")
-            told = RESPONSES if is_responses else f"this server has no {known[:100]}"
+            is_responses = call.name.startswith("/v1/responses")
+            told = RESPONSES if is_responses else f"this server has no {call.name[:100]}"
             raise HttpError(404, "NOT_FOUND", told)
         if call.verb != route.verb and not (call.verb == "HEAD" and route.verb == "GET"):
             allowed = [(b"allow", route.verb.encode())]
@@ -218,6 +223,7 @@ class Door:
         Cancellation: the connection's end, or the server's.
         """
         call = HttpCall(scope, receive, send, connection)
+        self._name(call)
         record = HttpRecord.of(call)
         connection.arrivals.add(call)
         connection.num_calls += 1

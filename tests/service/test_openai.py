@@ -619,7 +619,9 @@ def test_the_log_and_the_metrics_count_requests_by_path(faked):
     answer = ask(faked.openai_port, TEXT, BODY, headers={"X-Request-Id": name})
     assert answer.headers["x-request-id"] == name
     assert answer.json["id"] == f"cmpl-{name}"
-    ask(faked.openai_port, "/v1/../secret?a=b", verb="GET")
+    for verb in ("GET", "POST", "OPTIONS", "PUT"):
+        for headers in ({}, {"Origin": "http://elsewhere"}, {"Host": "elsewhere"}):
+            ask(faked.openai_port, "/v1/../secret?a=b", verb=verb, headers=headers)
     wait_idle(faked.channel)
     lines = [line for line in faked.log.splitlines() if name in line]
     assert any("/v1/completions OK" in line and "prompt_tokens=2" in line for line in lines)
@@ -627,6 +629,7 @@ def test_the_log_and_the_metrics_count_requests_by_path(faked):
     text = ask(faked.openai_port, "/metrics", verb="GET").body.decode()
     assert re.search(r'triolet:rpcs_total\{code="OK",method="/v1/completions"\} \d', text)
     assert "triolet:kv_cache_usage_perc" in text
+    assert "secret" not in text
 
 
 def test_a_request_is_known_to_control_by_its_id():
