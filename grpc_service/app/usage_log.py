@@ -1,21 +1,24 @@
 """The usage log: a file with one line of JSON for each request that has ended.
 
 Rule 1: a record is in the file `FLUSH_S` after the request's end, and a little later if the disk is
-slow; a killed process loses no older one. Rule 2: lines are whole. They are appended by one call
-each time, what a failed call has written is cut off again, and a last line that was left torn is
-dropped at the start. Rule 3: the file is written in a thread, and no request waits for it. If it
-cannot be written, records wait, at most `WAITING_MAX`; the log says how many were lost. Rule 4:
-nothing is deleted. A full file is renamed (`FILE.1`, `FILE.2`, …), and one that somebody else has
-renamed is made anew. Several servers may share a file.
+slow; a killed process loses no older one. Rule 2: lines are whole. What a full disk cuts is cut off
+at once, and what a kill leaves is cut off by the next who writes. Rule 3: the file is written in a
+thread, and no request waits for it. If it cannot be written, records wait, at most `WAITING_MAX`;
+the log says how many were lost. Rule 4: nothing is deleted. A full file is renamed (`FILE.1`,
+`FILE.2`, …), and one that somebody else has renamed is made anew. Rule 5: several servers may share
+a file. Who writes, cuts or renames it holds its lock for that long, so that nobody cuts another's
+line. On a file system without locks a file is for one server.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
-from contextlib import asynccontextmanager, suppress
+import time
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import count
@@ -27,7 +30,7 @@ from engine.errors import ConfigError
 from engine.replica.threads import WorkerThreads
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from engine.requests.usage import UsageRecord
     from grpc_service.app.server_config import ServerConfig
@@ -37,6 +40,8 @@ log = logging.getLogger(__name__)
 FLUSH_S = 0.5
 WAITING_MAX = 100_000  # records, of some hundred bytes each, that wait for a disk. Guess.
 LOOK_BYTES = 2**16  # of the file's end, among which its last whole line ends
+LOCK_S = 1.0  # the longest wait for other servers, which take milliseconds. Guess.
+BEGIN = b'{"ended_at":'  # of every line
 
 _limiter = trio.CapacityLimiter(1)
 
@@ -57,6 +62,8 @@ class UsageLog:
         self._is_failing = False
         try:
             self._file = self._open()
+            with self._locked():
+                self._cut_torn_line()
         except OSError as error:
             raise ConfigError(f"--usage-log {path} cannot be written: {error.strerror}") from None
 
@@ -81,13 +88,12 @@ class UsageLog:
 
         Cancellation: the thread's call ends first.
         """
-        records, self._waiting = self._waiting, []
-        if not records:
+        if not self._waiting:
             return
-        try:
-            await WorkerThreads().run(lambda: self._append(records), _limiter)
-        except OSError as error:
-            self._waiting = records + self._waiting
+        records = list(self._waiting)
+        num_written, error = await WorkerThreads().run(lambda: self._append(records), _limiter)
+        del self._waiting[:num_written]  # only now, as the call may be cancelled before it begins
+        if error is not None:
             self._news.set()
             if not self._is_failing:
                 log.error("--usage-log %s cannot be written: %s", self._path, error.strerror)
@@ -109,24 +115,51 @@ class UsageLog:
 
     # ---- in the thread
 
-    def _append(self, records: Sequence[UsageRecord]) -> None:
-        """Append a line for each record, or none. Raises OSError."""
+    def _append(self, records: Sequence[UsageRecord]) -> tuple[int, OSError | None]:
+        """Append a line for each record. Return how many are there, and why the others are not."""
         lines = "".join([f"{line_of(record)}\n" for record in records]).encode()
-        if self._is_renamed():
-            self._reopen()
-        before = os.fstat(self._file).st_size
-        if before and before + len(lines) > self._max_bytes:
-            self._rename()
-            self._reopen()
-            before = 0
         try:
-            written = os.write(self._file, lines)
-            if written < len(lines):
-                raise OSError(28, "no space is left")
-        except OSError:
+            while True:
+                with self._locked():
+                    size = self._cut_torn_line()
+                    if not size or size + len(lines) <= self._max_bytes:
+                        return self._write(lines, size)
+                    self._rename()
+        except OSError as error:
+            return 0, error
+
+    def _write(self, lines: bytes, size: int) -> tuple[int, OSError | None]:
+        num_bytes = os.write(self._file, lines)
+        if num_bytes == len(lines):
+            return lines.count(b"\n"), None
+        with suppress(OSError):  # else the next who writes does it
+            os.ftruncate(self._file, size + lines.rfind(b"\n", 0, num_bytes) + 1)
+        return lines.count(b"\n", 0, num_bytes), OSError(errno.ENOSPC, "no space is left")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the file while the block runs. A file that somebody has renamed is
+        opened anew before. Raises OSError, also if others hold the lock for `LOCK_S`."""
+        until = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise OSError(errno.EAGAIN, "another process holds its lock") from None
+                time.sleep(LOCK_S / 100)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            if not self._is_renamed():
+                break
+            former, self._file = self._file, self._open()
+            os.close(former)  # and lets go of its lock
+        try:
+            yield
+        finally:
             with suppress(OSError):
-                os.ftruncate(self._file, before)
-            raise
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _is_renamed(self) -> bool:
         try:
@@ -135,35 +168,27 @@ class UsageLog:
             return True
 
     def _rename(self) -> None:
-        for number in count(1):
-            try:
-                os.link(self._path, f"{self._path}.{number}")  # overwrites nothing
-            except FileExistsError:
-                continue
-            os.unlink(self._path)
-            return
-
-    def _reopen(self) -> None:
-        former, self._file = self._file, self._open()
-        os.close(former)
+        names = (f"{self._path}.{number}" for number in count(1))
+        os.rename(self._path, next(name for name in names if not os.path.lexists(name)))
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        file = os.open(self._path, flags, 0o640)
-        with suppress(OSError):  # another server writes the file, and its last line is not torn
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._drop_torn_line(file)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return file
+        return os.open(self._path, flags, 0o640)
 
-    def _drop_torn_line(self, file: int) -> None:
-        size = os.fstat(file).st_size
+    def _cut_torn_line(self) -> int:
+        """Cut off a last line that is torn, and return the file's size. Raises OSError."""
+        size = os.fstat(self._file).st_size
         at = max(0, size - LOOK_BYTES)
-        end = os.pread(file, LOOK_BYTES, at)
-        if end and not end.endswith(b"\n"):
-            os.ftruncate(file, at + end.rfind(b"\n") + 1)
-            log.warning("--usage-log %s ended in a torn line, which was dropped", self._path)
+        end = os.pread(self._file, LOOK_BYTES, at)
+        whole = end.rfind(b"\n") + 1
+        if whole == len(end):
+            return size
+        torn = end[whole:].rstrip(b"\0")[: len(BEGIN)]
+        if not BEGIN.startswith(torn):
+            raise OSError(errno.EINVAL, "it is no usage log, as its last line is none")
+        os.ftruncate(self._file, at + whole)
+        log.warning("--usage-log %s ended in a torn line, which was cut off", self._path)
+        return at + whole
 
 
 def line_of(record: UsageRecord) -> str:
@@ -173,7 +198,7 @@ def line_of(record: UsageRecord) -> str:
     fields = {"ended_at": at.isoformat(timespec="milliseconds"), **fields}
     for name in ("queue_s", "step_s"):
         fields[name] = round(fields[name], 9)
-    return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(fields, separators=(",", ":"))
 
 
 @asynccontextmanager

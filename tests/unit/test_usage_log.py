@@ -1,5 +1,6 @@
 """The usage log: whole lines, one for each record, whatever happens to its file or its disk."""
 
+import fcntl
 import json
 import os
 import signal
@@ -44,7 +45,9 @@ def test_a_line_has_every_field_of_a_record_and_the_time_in_utc():
     assert "\n" not in line_of(record(1, holder="ä\n"))
 
 
-@pytest.mark.parametrize("torn", ["", '{"ended_at":"2001', "x" * 1000])
+@pytest.mark.parametrize(
+    "torn", ["", "{", '{"ended_at":"2001', line_of(record(3))[:-1], '{"ended_at":"\0\0', "\0" * 99]
+)
 @pytest.mark.parametrize("whole", ["", line_of(record(1)) + "\n"])
 async def test_a_torn_last_line_is_dropped_at_the_start(tmp_path, whole, torn):
     path = tmp_path / "usage"
@@ -54,6 +57,15 @@ async def test_a_torn_last_line_is_dropped_at_the_start(tmp_path, whole, torn):
     await written(log, 2)
     assert names_in(path) == ["r1"] * bool(whole) + ["r2"]
     await log.finish()
+
+
+@pytest.mark.parametrize("end", ["all: build", "x" * 100_000, '{"ended": 1'])
+def test_a_file_that_is_no_usage_log_is_refused_and_not_cut(tmp_path, end):
+    path = tmp_path / "other"
+    path.write_text(f"first\n{end}")
+    with pytest.raises(ConfigError, match=r"--usage-log .*other cannot be written: it is no usage"):
+        UsageLog(str(path), 10**6)
+    assert path.read_text() == f"first\n{end}"
 
 
 async def test_another_server_may_write_the_same_file(tmp_path):
@@ -67,6 +79,106 @@ async def test_another_server_may_write_the_same_file(tmp_path):
     assert names_in(path) == [f"r{number}" for number in range(1, 6)]
     await one.finish()
     await two.finish()
+
+
+async def test_a_server_that_hangs_with_the_lock_costs_no_record(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(usage_log, "LOCK_S", 0.05)
+    path = tmp_path / "usage"
+    log = UsageLog(str(path), 10**6)
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        await written(log, 1)
+    assert names_in(path) == []
+    assert "another process holds its lock" in caplog.text
+    await log.finish()
+    assert names_in(path) == ["r1"]
+
+
+async def test_a_write_that_is_cancelled_before_it_begins_loses_no_record(tmp_path):
+    path = tmp_path / "usage"
+    log = UsageLog(str(path), 10**6)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await written(log, 1)
+    assert scope.cancelled_caught
+    await log.finish()
+    assert names_in(path) == ["r1"]
+
+
+HALF = """
+import os, sys, time, trio
+from grpc_service.app.usage_log import UsageLog
+from tests.unit.test_usage_log import record
+
+def half(file, data):
+    num_bytes = real(file, data[:-20])
+    print("half", flush=True)
+    time.sleep(0.5)
+    return num_bytes
+
+async def main():
+    global real
+    log = UsageLog(sys.argv[1], 10**6)
+    real, os.write = os.write, half
+    for number in (1, 2):
+        log.add(record(number))
+    await log.flush()
+    os.write = real
+    await log.finish()
+
+trio.run(main)
+"""
+
+
+async def test_what_a_full_disk_has_cut_is_cut_off_without_the_lines_of_other_servers(tmp_path):
+    path = tmp_path / "usage"
+    argv = [sys.executable, "-c", HALF, str(path)]
+    log = UsageLog(str(path), 10**6)
+    process = await trio.lowlevel.open_process(argv, cwd=ROOT, stdout=subprocess.PIPE)
+    async with process.stdout as out:
+        assert await out.receive_some() == b"half\n"
+        await written(log, 3)
+        assert await process.wait() == 0
+    await log.finish()
+    assert sorted(names_in(path)) == ["r1", "r2", "r3"]
+
+
+SHARING = """
+import resource, sys, trio
+from grpc_service.app.usage_log import UsageLog
+from tests.unit.test_usage_log import record
+
+async def main():
+    first, most = int(sys.argv[2]), int(sys.argv[3])
+    log = UsageLog(sys.argv[1], 5000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number in range(first, first + 200):
+        # where files may not grow beyond `most` bytes, writes are cut as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most if number % 3 else soft, hard))
+        log.add(record(number))
+        await log.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    await log.finish()
+
+trio.run(main)
+"""
+
+
+def test_servers_that_share_a_log_on_a_full_disk_lose_nothing_and_rotate_it(tmp_path):
+    path = tmp_path / "usage"
+    makers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARING, str(path), str(first), str(most)], cwd=ROOT
+        )
+        for first, most in ((0, 2000), (1000, 3100), (2000, 10**9))
+    ]
+    assert [process.wait(120) for process in makers] == [0, 0, 0]
+    files = [*tmp_path.iterdir()]
+    assert len(files) > 10
+    assert max(file.stat().st_size for file in files) <= 5000
+    found = [name for file in files for name in names_in(file)]
+    wanted = [f"r{first + number}" for first in (0, 1000, 2000) for number in range(200)]
+    assert sorted(found) == sorted(wanted)
 
 
 async def test_a_full_file_is_renamed_and_no_record_is_lost(tmp_path):
@@ -191,6 +303,17 @@ def test_the_sums_of_all_minutes_are_those_of_the_records_whatever_is_forgotten(
     assert begun == 0.0
     assert sum(x.requests for x in early.values()) == 300
     assert SUMS_MAX > 10
+
+
+def test_a_clock_that_is_set_back_or_jumps_loses_no_record_and_no_minute():
+    usage = Usage(0.0)
+    for at in (36_000.0, 99_999_999.0, 36_100.0, 3_600.0, 36_100.0):
+        usage.add(record(ended_at=at))
+    requests = {
+        since: sum(x.requests for x in usage.sums(since=since)[1].values())
+        for since in (0.0, 3_660.0, 36_060.0, 36_120.0, 1e9)
+    }
+    assert requests == {0.0: 5, 3_660.0: 4, 36_060.0: 3, 36_120.0: 1, 1e9: 0}
 
 
 def test_any_number_of_holders_takes_bounded_memory(monkeypatch):
