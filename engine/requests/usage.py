@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ class _Bucket:
         self.sums[pair] = self.sums.get(pair, NOTHING).plus(sums)
 
 
+_since = attrgetter("since")
+
+
 class Usage:
     """The use of one engine since its start, at ``since`` seconds after 1970. ``listeners`` are
     called with each record. ``shown`` has the sums of the first `SHOWN_MAX` holders, and of
@@ -124,9 +128,10 @@ class Usage:
         name = record.holder if is_shown else OTHERS
         self.shown[name] = self.shown.get(name, NOTHING).plus(sums)
         minute = max(self.since, record.ended_at // BUCKET_S * BUCKET_S)
-        if not self._recent or minute > self._recent[-1].since:
-            self._recent.append(_Bucket(minute))
-        bucket = self._recent[-1]
+        place = bisect.bisect_left(self._recent, minute, key=_since)
+        if place == len(self._recent) or self._recent[place].since != minute:
+            self._recent.insert(place, _Bucket(minute))  # amid others if the clock was set back
+        bucket = self._recent[place]
         before = len(bucket.sums)
         bucket.add((record.holder, record.model), sums, PAIRS_MAX)
         self._num_sums += len(bucket.sums) - before
@@ -156,11 +161,10 @@ class Usage:
         return begun, found
 
     def _buckets(self, since: float) -> list[_Bucket]:
-        starts = [bucket.since for bucket in self._recent]
-        if self._old.sums and (not starts or since < starts[0]):
+        if self._old.sums and (not self._recent or since < self._recent[0].since):
             return [self._old, *self._recent]
-        first = bisect.bisect_left(starts, since // BUCKET_S * BUCKET_S)
-        return self._recent[first:]
+        minute = since // BUCKET_S * BUCKET_S
+        return self._recent[bisect.bisect_left(self._recent, minute, key=_since) :]
 
     def __iter__(self) -> Iterator[tuple[Pair, UsageSums]]:
         """Iterate over the sums since the start, by holder and model."""

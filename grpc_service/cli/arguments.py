@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
@@ -16,6 +18,13 @@ if TYPE_CHECKING:
 SERVER_VARIABLE = "TRIOLET_SERVER"
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
+UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+PART = re.compile(r"[0-9]+(?:\.[0-9]+)?[smhd]")
+DURATION = re.compile(rf"(?:{PART.pattern})+")
+TIME = re.compile(  # of RFC 3339
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]{1,9})?"
+    r"(?:[Zz]|[+-][0-9]{2}:[0-9]{2})"
+)
 
 
 def add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
@@ -98,3 +107,17 @@ def number_of(kind: str) -> Callable[[str], float]:
         return float(number) if most is None else int(number)
 
     return read
+
+
+def time_before(text: str) -> datetime:
+    """Parse a time of RFC 3339, or a duration before now, by this machine's clock."""
+    try:
+        if DURATION.fullmatch(text):
+            parts = [timedelta(**{UNITS[x[-1]]: float(x[:-1])}) for x in PART.findall(text)]
+            return datetime.now(UTC) - sum(parts, timedelta())
+        if TIME.fullmatch(text):
+            return datetime.fromisoformat(text.upper())
+    except (ValueError, OverflowError):  # no such day, or before the year 1
+        pass
+    what = "neither a time such as 2026-01-31T08:00:00Z nor a duration such as 1h30m"
+    raise argparse.ArgumentTypeError(f"{text!r} is {what}")

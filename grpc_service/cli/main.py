@@ -22,6 +22,7 @@ from grpc_service.cli.arguments import (
     add_numbers,
     add_texts,
     number_of,
+    time_before,
 )
 from grpc_service.cli.flags import configs_of
 from grpc_service.cli.interrupts import ignore_hangups, raise_on_ctrl_c
@@ -532,6 +533,10 @@ def _add_operating(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     usage = add("usage", "show what ended requests have used, by holder and model")
     add_model(usage, "all")
     usage.add_argument("--holder", metavar="NAME", help="only this holder's (default: all)")
+    what = (
+        "only what ended since the minute of a time (2026-01-31T08:00:00Z), or for this long (1h)"
+    )
+    usage.add_argument("--since", type=time_before, metavar="TIME", help=what)
     add_client(usage, timeout_s=30)
     abort = add("abort", "end requests by their ids")
     abort.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")

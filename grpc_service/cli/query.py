@@ -88,6 +88,8 @@ def explain(args: argparse.Namespace) -> int:
 def usage(args: argparse.Namespace) -> int:
     """Print what ended requests have used, by holder and model. Return the exit code."""
     request = messages.GetUsageRequest(model=args.model, holder=args.holder)
+    if args.since is not None:
+        request.since.FromDatetime(args.since)
     return _ask(args, lambda client: client.control.get_usage, request, print_usage)
 
 
@@ -191,7 +193,8 @@ USED = ("prompt_tokens", "cached_tokens", "completion_tokens", "undelivered")
 
 
 def print_usage(answer: messages.GetUsageResponse) -> None:
-    """Print a line for each holder and model."""
+    """Print since when requests are counted, and a line for each holder and model."""
+    print(f"since {answer.since.ToJsonString()}")
     head = (
         "holder",
         "model",

@@ -546,20 +546,30 @@ def test_explain(ask):
 def test_usage(ask):
     backend = FakeBackend()
     code, out, _ = ask(backend, "usage", "--holder", "")
-    assert (code, len(out.splitlines())) == (0, 1)
+    assert (code, len(out.splitlines())) == (0, 2)
     used = UsageRecord("r1", "ann", "m", "", "chat", "OK", 1e9, 5, 4, 3, undelivered=2, step_s=0.25)
     backend.engine.usage.add(used)
     code, out, _ = ask(backend, "usage")
     assert code == 0
-    head, line = out.splitlines()
+    since, head, line = out.splitlines()
+    assert since == "since 1970-01-01T00:00:00Z"
     assert head.split() == [
         *("holder", "model", "requests", "prompt", "cached", "completion", "undelivered"),
         *("step", "s"),
     ]
     assert line.split() == ["ann", "m", "1", "5", "4", "3", "2", "0.250"]
-    for options in (("--holder", "ben"), ("--model", "n")):
+    for options, num_lines in (
+        (("--holder", "ben"), 0),
+        (("--model", "n"), 0),
+        (("--since", "2001-09-09T03:46:59.5+02:00"), 1),  # within the record's minute
+        (("--since", "2001-09-09 01:47:00z"), 0),
+        (("--since", "1h30m"), 0),
+        (("--since", "36500d"), 1),
+    ):
         code, out, _ = ask(backend, "usage", *options)
-        assert (code, len(out.splitlines())) == (0, 1)
+        assert (code, len(out.splitlines())) == (0, 2 + num_lines), options
+    _, out, _ = ask(backend, "usage", "--since", "2001-09-09T01:47:30.25Z", "--json")
+    assert json.loads(out)["since"] == "2001-09-09T01:47:00Z"
 
 
 def test_an_abort_of_an_unknown_request_explains_its_effect(ask):

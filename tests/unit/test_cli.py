@@ -449,6 +449,14 @@ def test_a_wrong_configuration_is_one_sentence_and_no_traceback(capsys):
         (["generate", "a", "--seed", str(2**64)], "is outside [0,"),
         (["generate", "a", "--timeout", "0"], "argument --timeout: must be more than 0"),
         (["tokenize", "--detokenize", "4294967296"], "is outside [0, 4294967295]"),
+        *[
+            (["usage", "--since", wrong], f"argument --since: {wrong!r} is neither a time such as")
+            for wrong in (
+                *("", "1", "1y", "h", "1h ", "1.h", "1e3s", "99999999d", "999999999999d"),
+                *("2026-01-31", "2026-01-31T08:00:00", "2026-02-30T08:00:00Z", "20260131T080000Z"),
+                *("yesterday", "2026-01-31T08:00:00+2"),
+            )
+        ],
     ],
 )
 def test_wrong_arguments_are_usage_errors(argv, sentence, capsys):
