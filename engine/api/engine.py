@@ -161,10 +161,12 @@ class Engine:
             InvalidRequest: Not exactly one input is given, the chat is invalid, or an image cannot
                 be read.
             RequestTooLarge: There are more characters or tokens than one call may have. Overloaded:
-                The images of all requests have too many bytes. Others as `Leases.acquire`.
+                The images of all requests have too many bytes, or the caller's holder has used the
+                seconds of its minute. Others as `Leases.acquire`.
         Cancellation: at once.
         """
         validate_tokenize(text, chat)
+        _check_tokenizer(origin)
         images = [] if chat is None else [data for _, data in chat.images]
         needed = _text_if_unnamed(model, Capability.VISION if images else Capability.TEXT_TO_TEXT)
         with self._supervisor.image_files.held(sum(map(len, images))):
@@ -190,9 +192,10 @@ class Engine:
 
         Raises:
             InvalidRequest: An id is outside the vocabulary, and the tokenizer has no token for it
-                either. Others as `Leases.acquire`.
+                either. Overloaded: as `tokenize`. Others as `Leases.acquire`.
         Cancellation: at once.
         """
+        _check_tokenizer(origin)
         needed = _text_if_unnamed(model, Capability.TEXT_TO_TEXT)
         async with self._pool.leases.acquire(model, needed) as replica:
             return await self._supervisor.tokenizing.decode(
@@ -336,6 +339,12 @@ class Engine:
 
 def _drain_limit(config: EngineConfig, timeout_s: float | None) -> float:
     return config.drain_timeout_s if timeout_s is None else timeout_s
+
+
+def _check_tokenizer(origin: Origin) -> None:
+    """Raise Overloaded if the holder has used a tokenizer as long as it may."""
+    if origin.quota is not None:
+        origin.quota.counted.check_tokenizer(trio.current_time())
 
 
 def _text_if_unnamed(model: str, capability: Capability) -> Capability | None:

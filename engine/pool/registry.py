@@ -99,6 +99,14 @@ class Registry:
         """Return the adapter with this name or alias; None if there is none."""
         return self._adapters[name][1] if name in self._adapters else None
 
+    def names_of(self, name: str) -> tuple[str, str]:
+        """Return the names of the model and the adapter that a name stands for; "" for what there
+        is not."""
+        if name in self._adapters:
+            entry, version = self._adapters[name]
+            return entry.config.name, version.name
+        return self._names.get(name, ""), ""
+
     def require_adapter(self, name: str) -> tuple[Entry, AdapterVersion]:
         """Return an adapter and its base.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from engine import logs
 from engine.core.common.events import Admitted, Finished, Refused
 from engine.core.common.meter import Meter
 from engine.requests.usage import UsageRecord
@@ -137,19 +138,19 @@ class Bill:
     # ---- the record
 
     def record(self, stream: RequestStream[Any]) -> UsageRecord:
-        """Return what the request has used so far."""
+        """Return what the request has used so far. The model and the adapter are those that it has
+        reached."""
         num_made = max(stream.num_made + self._num_late, self._made_by_parts)
         delivered = self._num_handed(stream) if self._delivered is None else self._delivered
-        model = stream.model or stream.request.model
-        base = model if stream.replica is None else stream.replica.model
+        model = "" if stream.replica is None else stream.replica.model
         queue_s = self._queue_s
         if queue_s is None:
             queue_s = (stream.closed_at or trio.current_time()) - stream.started_at
         return UsageRecord(
-            request_id=stream.request_id,
+            request_id=logs.printable(stream.request_id),  # of a refused one it may be anything
             holder=stream.origin.holder,
-            model=base,
-            adapter="" if model == base else model,
+            model=model,
+            adapter="" if model in ("", stream.model) else stream.model,
             operation=stream.operation,
             end="OK" if stream.error is None else stream.error.reason,
             ended_at=time.time(),

@@ -26,16 +26,44 @@ class UseLimits(NamedTuple):
     """What a holder's requests may take; None: as much as there is.
 
     ``max_choices`` run at a time: a request has n of them, a drawing its images, any other one.
-    ``max_tokens_per_minute`` are computed, prompt and completion without what was cached: a request
-    begins if fewer were. ``max_kv_blocks`` are those that its requests may need, at most.
+    ``max_tokens_per_minute`` are computed, prompt and completion without what was cached, and
+    tokenizers and templates work ``max_tokenizer_seconds_per_minute`` for them: a request begins if
+    less was used. ``max_kv_blocks`` are those that its requests may need, at most.
     """
 
     max_choices: int | None = None
     max_tokens_per_minute: int | None = None
     max_kv_blocks: int | None = None
+    max_tokenizer_seconds_per_minute: float | None = None
 
 
 NO_LIMITS = UseLimits()
+
+
+class MinuteUse:
+    """How much of something was used of late: of what was added, ``limit`` is forgotten in a
+    minute. Times are on Trio's clock."""
+
+    __slots__ = ("_at", "_used")
+
+    def __init__(self) -> None:
+        self._used = self._at = 0.0
+
+    def add(self, amount: float, limit: float | None, now: float) -> None:
+        """Count ``amount``, if it is limited."""
+        if limit is not None:
+            self._used, self._at = self._left(limit, now) + amount, now
+
+    def check(self, limit: float | None, what: str, now: float) -> None:
+        """Raise Overloaded, until when is known, if as much was used as the limit says."""
+        if limit is not None and (excess := self._left(limit, now) - limit) >= 0:
+            raise Overloaded(
+                f"this key has used its {limit:.12g} {what} a minute",
+                retry_after_s=max(RETRY_AFTER_S, 60.0 * excess / limit),
+            )
+
+    def _left(self, limit: float, now: float) -> float:
+        return max(0.0, self._used - (now - self._at) * limit / 60.0)
 
 
 class Quota:
@@ -52,8 +80,8 @@ class Quota:
     __slots__ = (
         "__weakref__",
         "_delegated",
-        "_spent",
-        "_spent_at",
+        "_tokenizer_s",
+        "_tokens",
         "gateway",
         "is_operator",
         "limits",
@@ -90,7 +118,7 @@ class Quota:
         self.queued_tokens = 0
         self.limits = NO_LIMITS
         self.num_choices = self.num_blocks = 0
-        self._spent = self._spent_at = 0.0  # tokens of the last minute, then, on Trio's clock
+        self._tokens, self._tokenizer_s = MinuteUse(), MinuteUse()
         # A holder for whom this one calls is kept only while a call or a request refers to it.
         self._delegated: WeakValueDictionary[str, Quota] = WeakValueDictionary()
 
@@ -136,8 +164,8 @@ class Quota:
         """Count the choices of a request that starts ``now``, on Trio's clock, until `end`.
 
         Raises:
-            Overloaded: The holder would run more choices than it may, or has used the tokens of
-                its minute. Nothing was counted.
+            Overloaded: The holder would run more choices than it may, or has used what it may in a
+                minute. Nothing was counted.
         """
         limits, running = self.limits, self.num_choices
         if limits.max_choices is not None and running + num_choices > limits.max_choices:
@@ -146,12 +174,8 @@ class Quota:
                 f"request has {num_choices}",
                 retry_after_s=RETRY_AFTER_S,
             )
-        most = limits.max_tokens_per_minute
-        if most is not None and (excess := self._spent_by(now) - most) >= 0:
-            raise Overloaded(
-                f"this key has used its {most} tokens a minute",
-                retry_after_s=max(RETRY_AFTER_S, 60.0 * excess / most),
-            )
+        self._tokens.check(limits.max_tokens_per_minute, "tokens", now)
+        self.check_tokenizer(now)
         self.num_choices += num_choices
 
     def end(self, num_choices: int) -> None:
@@ -160,16 +184,16 @@ class Quota:
 
     def spend(self, num_tokens: int, now: float) -> None:
         """Count tokens that were computed, if they are limited."""
-        if self.limits.max_tokens_per_minute is None:
-            return
-        self._spent, self._spent_at = self._spent_by(now) + num_tokens, now
+        self._tokens.add(num_tokens, self.limits.max_tokens_per_minute, now)
 
-    def _spent_by(self, now: float) -> float:
-        """Return the tokens that count now: a minute's limit of them is forgotten in a minute."""
-        most = self.limits.max_tokens_per_minute
-        if most is None:
-            return 0.0
-        return max(0.0, self._spent - (now - self._spent_at) * most / 60.0)
+    def spend_tokenizer(self, seconds: float, now: float) -> None:
+        """Count seconds for which a tokenizer or a template worked, if they are limited."""
+        self._tokenizer_s.add(seconds, self.limits.max_tokenizer_seconds_per_minute, now)
+
+    def check_tokenizer(self, now: float) -> None:
+        """Raise Overloaded if the holder has used the tokenizer's seconds of its minute."""
+        most = self.limits.max_tokenizer_seconds_per_minute
+        self._tokenizer_s.check(most, "seconds of tokenizers", now)
 
     @contextmanager
     def holding_blocks(self, num_blocks: int) -> Iterator[None]:

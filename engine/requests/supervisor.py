@@ -15,6 +15,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +194,7 @@ class Supervisor:
             timeout_s=request.timeout_s if error is None else None,  # else it may be NaN
             longest_s=self._config.default_deadline_s,
             on_end=self._count if part_of is None else _count_at_replica,
-            on_bill=self._note_bill if part_of is None else partial(part_of.bill.add_part, part_of),
+            on_bill=partial(self._note_bill, part_of=part_of),
             awaits_reader=awaits_reader,
             on_loss=self.detached.add,
             on_leave=self.detached.remove,
@@ -399,13 +400,23 @@ class Supervisor:
             self.metrics.count_refusal()
         _count_at_replica(stream)
 
-    def _note_bill(self, stream: RequestStream[Any]) -> None:
-        """Add the record of a request whose bill is complete."""
+    def _note_bill(
+        self, stream: RequestStream[Any], part_of: RequestStream[Any] | None = None
+    ) -> None:
+        """Add the record of a request whose bill is complete, or add it to that of the request of
+        which it is a part. What was computed counts against the holder's limit at once."""
         record = stream.bill.record(stream)
-        if (holder := stream.origin.quota) is not None:
+        if (holder := stream.holder) is not None and type(stream.request) not in self._feeds:
             used = record.prompt_tokens - record.cached_tokens + record.completion_tokens
-            holder.counted.spend(used, trio.current_time())
-        self.usage.add(record)
+            if record.step_s:  # else it has left the queue before a step
+                holder.counted.spend(used, trio.current_time())
+        if stream.replica is None:  # a client may have named anything
+            named = self._pool.registry.names_of(stream.model or stream.request.model)
+            record = replace(record, model=named[0], adapter=named[1])
+        if part_of is None:
+            self.usage.add(record)
+        else:
+            part_of.bill.add_part(part_of, stream)
 
     # ---- the end of everything
 

@@ -6,7 +6,8 @@ that waits for it can stop waiting at once. Rule 3: a job cannot be interrupted.
 that is certainly too long is refused without a job (`check_fits`), and a long text is tokenised in
 pieces, each in a job, until there are as many tokens as are wanted (`TokenBound`). Short texts have
 a thread that long texts do not use. At either thread, the parties (`engine.requests.quota.Origin`)
-take turns, a whole text in each, so that only one text is tokenised in part at a time.
+take turns, a whole text in each, so that only one text is tokenised in part at a time. Rule 4: the
+time of a turn, in which others wait, and of a job that needs no thread, is counted to its party.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.core.common.vocabulary import check_ids, first_outside
 from engine.errors import EngineBug, FieldViolation, InvalidRequest, RequestTooLarge, ShuttingDown
 from engine.images.decoder import decode_here
 from engine.images.errors import BadImage
+from engine.requests.quota import Quota
 from engine.requests.turns import Turns
 
 if TYPE_CHECKING:
@@ -225,7 +227,8 @@ class Tokenizing:
         a thread. Cancellation: as the class.
         """
         if num_chars < INLINE_TOKENIZE_CHARS:
-            return guarded(work)()
+            with _counted_to(party):
+                return guarded(work)()
         turns = self._short_turns if num_chars < LONG_TEXT_CHARS else self._long_turns
         return await self._in_thread(work, turns, party)
 
@@ -273,6 +276,22 @@ def of_field(field: str) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         raise error.renamed(lambda path: field if path == "text" else path) from error
+
+
+@contextmanager
+def _counted_to(party: Hashable) -> Iterator[None]:
+    """Count the time of the block to its party."""
+    began = trio.current_time()
+    try:
+        yield
+    finally:
+        _count(party, trio.current_time() - began)
+
+
+def _count(party: Hashable, seconds: float) -> None:
+    """Count seconds to a party that is a key's holder."""
+    if isinstance(party, Quota):
+        party.counted.spend_tokenizer(seconds, trio.current_time())
 
 
 def check_fits(text: str, tokenizer: Tokenizer, most: int) -> None:
@@ -340,8 +359,9 @@ class _Jobs:
         try:
             with self._scope:
                 async with turns.turn(party):
-                    for job in self._jobs:
-                        await threads.run(job, trio.CapacityLimiter(1))
+                    with _counted_to(party):
+                        for job in self._jobs:
+                            await threads.run(job, trio.CapacityLimiter(1))
                     self._are_done = True
         except Exception as error:
             self._error = error

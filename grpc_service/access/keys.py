@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 KEY_CHARS_MIN = 16  # guess: a random key of this length is not found by trying
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 KEY = re.compile(r"[!-~]+")
+DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 log = logging.getLogger(__name__)
 ROLES = ("user", "operator")
 SINCE_ROLES = ("role", "weight", "delegate", "max_priority")  # settings as old as roles
@@ -56,6 +57,7 @@ class KeyLimits:
     max_choices: int | None = None
     max_tokens_per_minute: int | None = None
     max_kv_blocks: int | None = None
+    max_tokenizer_seconds_per_minute: float | None = None
     max_priority: int | None = None
     weight: int = 1
     role: str = ""
@@ -231,6 +233,11 @@ def _count(value: str) -> int | None:
     return _number(value, 1, 2**63)
 
 
+def _seconds(value: str) -> float | None:
+    seconds = float(value) if DECIMAL.fullmatch(value) else 0.0
+    return seconds or None
+
+
 # The settings of a line: how a value is read, None if it is wrong, and what a right one is.
 KEY_SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_requests": (_count, "a number of at least 1"),
@@ -238,6 +245,7 @@ KEY_SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_choices": (_count, "a number of at least 1"),
     "max_tokens_per_minute": (_count, "a number of at least 1"),
     "max_kv_blocks": (_count, "a number of at least 1"),
+    "max_tokenizer_seconds_per_minute": (_seconds, "a number above 0, such as 2.5"),
     "max_priority": (lambda value: _number(value, *PRIORITIES), "a number of 32 bits"),
     "weight": (lambda value: _number(value, 1, WEIGHT_MAX), f"a number from 1 to {WEIGHT_MAX}"),
     "role": (lambda value: value if value in ROLES else None, " or ".join(ROLES)),

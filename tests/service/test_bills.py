@@ -99,6 +99,23 @@ def test_refused_requests_have_records(server, log):
     assert record["prompt_tokens"] == record["step_s"] == 0
 
 
+def test_no_client_fills_the_log_or_the_sums_with_names_of_its_own(server, log):
+    """Red if a refused request's record has the model and the id as the client wrote them."""
+    stub = stubs.InferenceStub(server.channel)
+    for model in ("no such model " * 10_000, "other", "\n"):
+        asked = generate_request(model=model, request_id="x" * 10_000 + model[:3])
+        with pytest.raises(grpc.RpcError):
+            list(stub.Generate(asked, timeout=SOON_S))
+    asked = generate_request(model="fake", request_id="named", max_tokens=10**9)
+    with pytest.raises(grpc.RpcError):
+        list(stub.Generate(asked, timeout=SOON_S))
+    assert record_of(log, "named")["model"] == "fake"
+    sums = stubs.ControlStub(server.channel).GetUsage(pb.GetUsageRequest()).sums
+    assert {one.model for one in sums} <= {"", "fake"}
+    assert record_of(log, "x" * 128)["model"] == ""
+    assert max(map(len, log.read_text().splitlines())) < 1000
+
+
 def test_a_killed_server_has_written_what_is_older_than_a_second(tmp_path):
     log = tmp_path / "log"
     with fake(server={"usage_log": str(log)}) as server:
@@ -106,7 +123,7 @@ def test_a_killed_server_has_written_what_is_older_than_a_second(tmp_path):
         with Generation(server.channel, prompt_ids=[5], max_tokens=3, request_id="old") as call:
             call.finish()
         assert record_of(log, "old")["completion_tokens"] == 3
-        log.write_bytes(log.read_bytes() + b'{"torn')
+        log.write_bytes(log.read_bytes() + b'{"ended_at":"20')
         server.signal(signal.SIGKILL)
         server.wait()
     with fake(server={"usage_log": str(log)}, may_log="torn line") as server:

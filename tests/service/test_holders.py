@@ -20,7 +20,15 @@ from grpc_service.client import stubs
 from tests.support.examples import examples
 from tests.support.openai_calls import ask
 from tests.support.server import fake
-from tests.support.wire import Generation, error_of, generate, reason, wait_serving, wait_until
+from tests.support.wire import (
+    Generation,
+    details,
+    error_of,
+    generate,
+    reason,
+    wait_serving,
+    wait_until,
+)
 
 KEYS = {
     "ann": "the-key-of-ann-0001",
@@ -31,10 +39,12 @@ KEYS = {
     "few": "the-key-of-a-holder-of-few",
     "tight": "the-key-of-a-tight-holder",
     "spent": "the-key-of-a-spendthrift",
+    "wordy": "the-key-of-a-holder-of-long-texts",
 }
 LINES = {"ann": "role=user max_priority=-1", "ops": "role=operator", "gate": "delegate=true"}
 LINES["late"] = "max_priority=5"
 LINES |= {"few": "max_choices=3", "tight": "max_kv_blocks=150", "spent": "max_tokens_per_minute=50"}
+LINES["wordy"] = "max_tokenizer_seconds_per_minute=0.000001"
 SOON_S = 15.0
 PROMPT = list(range(1, 40))
 NAMES = st.text("3a:\0", max_size=6)
@@ -356,6 +366,29 @@ def test_a_key_has_so_many_tokens_a_minute(server):
     error = wait_until(refused, SOON_S, "the record")
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "has used its 50 tokens a minute" in error.details()
+
+
+def test_a_key_has_so_many_seconds_of_tokenizers_a_minute(server):
+    wordy, text = called_by(server, "wordy"), "Once upon a time " * 60
+    assert generate(wordy, text=text, max_tokens=2, timeout=SOON_S).error is None
+    stub = stubs.InferenceStub(wordy)
+    for call in (
+        lambda: list(stub.Generate(pb.GenerateRequest(text="a"), timeout=SOON_S)),
+        lambda: stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=SOON_S),
+        lambda: stub.Detokenize(pb.DetokenizeRequest(ids=[5]), timeout=SOON_S),
+    ):
+        error = error_of(call)
+        assert (error.code(), reason(error)) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+        )
+        assert "this key has used its 1e-06 seconds of tokenizers a minute" in error.details()
+        assert details(error)["RetryInfo"].retry_delay.seconds >= 1
+    headers = dict(metadata_of("wordy"))
+    answer = ask(server.openai_port, "/v1/completions", {"prompt": "a"}, headers=headers)
+    assert answer.status == 429
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "seconds of tokenizers" in answer.json["error"]["message"]
 
 
 def test_a_request_without_a_priority_has_one_that_its_key_may_use(server):

@@ -1,4 +1,5 @@
-"""What a key's requests may take: choices, tokens a minute, KV blocks; and the file's defaults."""
+"""What a key's requests may take: choices, KV blocks, tokens and seconds of tokenizers a minute;
+and the file's defaults. `tests/simulation/test_minute_limits.py` draws the times of tokenizers."""
 
 import pytest
 
@@ -23,10 +24,11 @@ def holder_of(keys, number):
 def test_a_line_of_defaults_counts_for_every_line_that_sets_nothing_else(tmp_path, first):
     lines = [f"ann {KEY}1", f"ben {KEY}2 max_choices=2 weight=3", f"ops {KEY}3 role=operator"]
     own = "*  max_choices=8 max_tokens_per_minute=900 max_kv_blocks=7 max_requests=5 weight=2"
+    own += " max_tokenizer_seconds_per_minute=2.5"
     keys = keys_of(tmp_path, *([own, *lines] if first else [*lines, own]))
     ann, ben, ops = (holder_of(keys, number) for number in (1, 2, 3))
-    assert ann.limits == ops.limits == UseLimits(8, 900, 7)
-    assert ben.limits == UseLimits(2, 900, 7)
+    assert ann.limits == ops.limits == UseLimits(8, 900, 7, 2.5)
+    assert ben.limits == UseLimits(2, 900, 7, 2.5)
     assert (ann.max_requests, ann.weight, ben.weight) == (5, 2, 3)
     assert not ann.is_operator
     assert ops.is_operator
@@ -40,6 +42,10 @@ def test_a_line_of_defaults_counts_for_every_line_that_sets_nothing_else(tmp_pat
         ("* max_choices=0", "line 1: max_choices= must be a number of at least 1"),
         ("* nonsense=1", "line 1: after the key come"),
         (f"eve {KEY}9 max_tokens_per_minute=x", "line 1: max_tokens_per_minute= must be a number"),
+        *[
+            (f"* max_tokenizer_seconds_per_minute={wrong}", "must be a number above 0, such as 2.5")
+            for wrong in ("0", "0.0", "-1", "inf", "nan", "1e3", "", "x", ".5")
+        ],
         (f"eve {KEY}9 max_kv_blocks=-1", "line 1: max_kv_blocks= must be a number"),
     ],
 )
