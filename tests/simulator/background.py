@@ -99,38 +99,19 @@ class BackgroundWatch:
         for seq in others:
             if seq in rows:
                 return f"background work shares a step with {seq}"
-        able = [seq for seq in others if self._could_run(seq, others, now, pause)]
-        waiting = [seq for seq in others if seq.state is State.WAITING and not seq.is_attached]
-        # One that cannot start, as its deadline has passed, may hold up those behind it.
-        if not set(waiting) <= set(able):
-            able = [seq for seq in able if seq not in waiting]
+        able = [seq for seq in others if _could_run(seq, now, pause)]
         return f"background work goes before {able}" if able else ""
 
-    def _could_run(
-        self, seq: Sequence, others: list[Sequence], now: float, pause: PauseMode | None
-    ) -> bool:
-        """Return whether a sequence that is in no step could have been in this one, as background
-        work keeps nothing from it."""
-        config, ledger = self._scheduler.config, self._scheduler._ledger
-        running = [other for other in others if other.state is State.RUNNING]
-        siblings = [other for other in running if other.live is seq.live]
-        if seq.in_step or seq.is_late(now):
-            return False
-        held = {block for other in running for block in other.blocks}
-        free = config.num_blocks - len(held)
-        if seq.state is State.RUNNING:
-            needed = -(-seq.num_tokens // config.block_size) + 1 - len(seq.blocks)
-            return seq.credit.free > len(seq.live.attached) and needed <= free
-        if seq.state is not State.WAITING or seq.is_attached:
-            return False
+
+def _could_run(seq: Sequence, now: float, pause: PauseMode | None) -> bool:
+    """Return whether a sequence could have been in a step that has background work only. That and
+    parked requests keep neither memory nor seats from it. So a sequence is held up by its reader,
+    its deadline or a pause alone, and never by others that are not in the step either."""
+    if seq.is_late(now) or seq.is_attached:
+        return False
+    num_messages = 1 + (len(seq.live.attached) if seq.choice == 0 else 0)
+    if seq.state is State.WAITING:
         if pause is not None and not seq.is_known_to_worker:
             return False
-        choices = len(seq.live.attached) if seq.choice == 0 else 0
-        needed = -(-seq.num_tokens // config.block_size) + choices
-        promised = sum(-(-other.num_tokens // config.block_size) + 1 for other in running)
-        seats = sum(ledger.seats_of(other) for other in running) + 1 + choices
-        return (
-            seq.credit.free >= 1 + choices + len(siblings)
-            and seats <= config.max_num_seqs
-            and needed + promised <= config.num_blocks
-        )
+        num_messages += sum(other.state is State.RUNNING for other in seq.live.sequences)
+    return seq.state in (State.RUNNING, State.WAITING) and seq.credit.free >= num_messages

@@ -293,7 +293,7 @@ def victims_for_first(
     """Return which sequences to preempt so that ``first``, the head of the queue, can start.
 
     The list is empty if ``first`` can start already; if all sequences after it hold too few blocks;
-    or if it would not start even then, because of its reader, its deadline, the step's budget, or a
+    or if it would not start even then, because of its reader, the step's budget, or a
     prefix that another sequence is computing.
 
     A running sequence gives way only if it comes after ``first`` in the admission order, too:
@@ -303,7 +303,7 @@ def victims_for_first(
 
     With several holders, ``let_in`` are those whose rows the next step has, and ``first`` is one's.
     """
-    if first.is_late(now) or not has_slots(ledger, first, prompt_limit):
+    if not has_slots(ledger, first, prompt_limit):
         return []
     matched = match(ledger, first)
     lacking, seats_over = shortfall(ledger, first, matched), ledger.seats_over(first)

@@ -171,13 +171,13 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
             step = self._builder(now).build_alone(suspect)
             if step is not None:
                 return step
-        step = self._builder(now).build()
-        if step is None and self._ledger.num_background:
-            # Planning may have parked the first of the others, which held up those behind it. If
-            # none of them can be computed, background work may.
+        step, num_parked = self._builder(now).build(), -1
+        # Planning may have parked those that held up others.
+        while step is None and num_parked < len(self._parked):
+            num_parked = len(self._parked)
             step = self._builder(now).build()
-            if step is None:
-                return self._builder(now, gives_way=False).build()
+        if step is None and self._ledger.num_background:
+            step = self._builder(now, gives_way=False).build()  # nobody else can be computed
         return step
 
     def _builder(self, now: float, *, gives_way: bool = True) -> StepBuilder:

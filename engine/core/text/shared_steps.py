@@ -66,6 +66,7 @@ class SharedStepBuilder(StepBuilder):
         self._step.is_shared, self._step.turns = True, {}
         self._times = times
         self._let_in: list[Share] = []
+        self._spares_others = False  # whether only background work gives way to who waits
         # The running sequences of all holders that the step may have, and each holder's sequences
         # in their order, so that a holder's turn costs no look at others'.
         self._able: list[Sequence] = []
@@ -111,6 +112,9 @@ class SharedStepBuilder(StepBuilder):
                 continue
             # the others lack memory, or what is left of them is in the step in flight
             self._let([share])
+            self._spares_others = True  # they come first, and would take their blocks back
+            if may_start and self._but_background and self._lacks_room_for_first():
+                return
             may_start = self._plan_let_in(may_start=may_start)
         if not self._step.rows and self._lacked_blocks and self._may_preempt:
             self._is_by_rank = True
@@ -246,7 +250,10 @@ class SharedStepBuilder(StepBuilder):
         if (first := self._first_waiting()) is None:
             return []
         limit = self._prompt_limit(count_decodes(self._beside))
-        return admission.victims_for_first(self._ledger, first, self._now, limit, self._let_in)
+        victims = admission.victims_for_first(self._ledger, first, self._now, limit, self._let_in)
+        if self._spares_others and not all(victim.is_background for victim in victims):
+            return []
+        return victims
 
     def _victims_for_running(self, seq: Sequence, count: int) -> list[Sequence]:
         if self._is_by_rank:

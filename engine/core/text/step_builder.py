@@ -318,7 +318,9 @@ class StepBuilder:
         return [seq for seq in order if seq.is_known_to_worker] if self.only_begun else order
 
     def _first_waiting(self) -> Sequence | None:
-        return next(iter(self._queue()), None)
+        """Return the first of the queue. One whose deadline has passed never starts, and holds up
+        nobody."""
+        return next((seq for seq in self._queue() if not seq.is_late(self._now)), None)
 
     def _victims_for_first(self) -> list[Sequence]:
         if (first := self._first_waiting()) is None:
@@ -329,9 +331,9 @@ class StepBuilder:
 
     def _make_room_for_first(self) -> bool:
         """Preempt sequences so that the first of the queue can start, and return whether any was.
-        This comes before the running
-        sequences are planned, because a sequence in the plan cannot be preempted. A first sequence
-        whose stream is full is parked; the next one is then the first."""
+        This comes before the running sequences are planned, because a sequence in the plan cannot
+        be preempted. A first sequence whose stream is full is parked; the next one is then the
+        first."""
         while (first := self._first_waiting()) is not None and not admission.has_slots(
             self._ledger, first, self._prompt_limit(count_decodes(self._beside))
         ):
