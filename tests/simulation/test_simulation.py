@@ -71,6 +71,11 @@ def test_drawn_worlds_keep_every_promise_over_http(seeds):
             raise
 
 
+def test_a_chat_whose_answer_happens_to_begin_with_reasoning_keeps_every_promise():
+    """In this world the model samples the marker that opens reasoning."""
+    simulate(305, num_requests=60, over_http=True)
+
+
 @pytest.mark.parametrize(
     "seed", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 9))]
 )

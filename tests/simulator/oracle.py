@@ -18,7 +18,7 @@ from tests.simulator.encode_oracle import pixels_in
 
 MAX_MODEL_LEN = 160
 NO_MARKERS: Mapping[int, str] = {}
-CLOSING = "</think>"
+OPENING, CLOSING = "<think>", "</think>"
 
 
 def is_end(digest: int) -> bool:
@@ -99,7 +99,7 @@ def expected_output(
     longest = min(asked.max_tokens or room, room)
     least = min(asked.min_tokens or 0, longest)
     stop_ids = set(asked.stop_token_ids) | (set() if asked.ignore_eos else {EOS})
-    tokens, text, thought = [], "", Bounded(request)
+    tokens, text, thought = [], "", Thinking(request)
     digest = first_digest(adapter)
     for token, content in zip(prompt, _contents_of(request), strict=True):
         digest = digest_after(digest, token, content)
@@ -118,27 +118,40 @@ def expected_output(
         if hits:
             end, stop = hits[0]
             shown = text[:end] if asked.include_stop else text[: end - len(stop)]
+            shown = thought.without(shown)
             return Expected(tuple(tokens), shown, EndReason.STOP, stop, thought.count)
         if token in stop_ids and len(tokens) >= least:
-            return Expected(tuple(tokens), text, EndReason.STOP, token, thought.count)
+            shown = thought.without(text)
+            return Expected(tuple(tokens), shown, EndReason.STOP, token, thought.count)
         if len(tokens) >= longest:
-            return Expected(tuple(tokens), text, EndReason.LENGTH, None, thought.count)
+            shown = thought.without(text)
+            return Expected(tuple(tokens), shown, EndReason.LENGTH, None, thought.count)
 
 
-class Bounded:
-    """The reasoning of an answer that begins within it, if the request has a budget."""
+class Thinking:
+    """The reasoning of an answer: it begins within it if the request has a budget, and in a chat
+    may begin with it. No chat has a budget here."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.count = 0
         self._budget = request.reasoning.budget_tokens
         self._is_inside = self._budget is not None
+        self._may_begin = self._is_chat = request.chat is not None
         self._last = ""
 
     def add(self, piece: str) -> None:
         """Append the text of a token."""
         self._is_inside = self._is_inside and piece != CLOSING
         self.count += self._is_inside
+        self._is_inside |= self._may_begin and piece == OPENING
+        self._may_begin = False
         self._last = piece
+
+    def without(self, text: str) -> str:
+        """Return an answer's text as its client gets it: a chat's reasoning comes beside it."""
+        if not (self._is_chat and text.startswith(OPENING)):
+            return text
+        return text.partition(CLOSING)[2]
 
     @property
     def is_spent(self) -> bool:
