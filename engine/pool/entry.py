@@ -32,6 +32,7 @@ from engine.status import Capability, ModelState, ModelStatus
 if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.core.common.events import Pause
+    from engine.core.common.shares import Shares
     from engine.pool.adapter_version import AdapterVersion
     from engine.pool.backoff import RestartBackoff
     from engine.pool.capabilities import ModelTraits
@@ -84,6 +85,7 @@ class Entry:
     capability: Capability | None = None
     settled: trio.Event = field(default_factory=trio.Event)
     replicas: list[AnyReplica] = field(default_factory=list)
+    shares: list[Shares] = field(default_factory=list)  # of the replicas' schedulers
     load: Load | None = None
     cause: BaseException | None = None  # the last failed load's error, until a replica has loaded
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)

@@ -74,6 +74,7 @@ class Serving:
             replica.loop.post(entry.pause)
         if self._registry.is_closed:
             replica.loop.close()
+        replica.loop.core.shares.join(entry.shares)
         entry.replicas.append(replica)
         entry.replicas.sort(key=lambda replica: replica.replica_id)
         self._start_task(lambda: self._run(entry, replica, runner))
@@ -96,6 +97,7 @@ class Serving:
                     _log_end(replica)
                 nursery.cancel_scope.cancel(reason="the replica's loop has ended")
         finally:
+            replica.loop.core.shares.part()
             await self._jobs.close(runner)
             replica.reservation.release()
             entry.replicas.remove(replica)

@@ -18,84 +18,11 @@ from engine.core.common.steps import FailureKind
 from engine.core.common.waiting_queue import BACKGROUND, WaitingQueue
 from engine.core.text import prices, scheduler, shared_steps, step_times
 from tests.simulator.mutants import Mutant, planted
-from tests.support.core_driver import Driver, make_request
+from tests.support.busy import DECODE_S, ROW_S, TOKEN_S, Busy
 from tests.support.encode_driver import EncodeDriver, Picture
 from tests.support.examples import examples
 
-DECODE_S, ROW_S, TOKEN_S = 0.008, 0.0008, 0.0007  # of a small model on two cores
 STEPS = 60
-
-
-class Busy:
-    """A scheduler on a machine whose steps take as long as their rows need."""
-
-    def __init__(self, **config):
-        fields = {"num_blocks": 400, "max_model_len": 400, "max_num_seqs": 16}
-        fields |= {"max_num_batched_tokens": 80, "max_queued_requests": 1000}
-        self.driver = Driver(**fields | config)
-        self.count = 0
-        self.tokens = Counter()  # sampled, by holder
-        self._prepare, self.driver.scheduler.prepare = self.driver.scheduler.prepare, self._watched
-
-    def ask(self, holder, *, prompt=8, max_tokens=300, weight=1, first=None, **fields):
-        """Submit a request of a holder, whose prompt begins with ``first`` or with a new token."""
-        self.count += 1
-        name = f"r{self.count}"
-        first = 1000 + self.count if first is None else first
-        self.driver.submit(
-            make_request(
-                name,
-                [first, *range(1, prompt)],
-                max_tokens=max_tokens,
-                arrival=self.driver.now,
-                holder=holder,
-                weight=weight,
-                **fields,
-            ),
-            buffer=100_000,
-        )
-        return name
-
-    def _watched(self, now):
-        """Prepare a plan, which may be dropped and so must not change what holders had."""
-        before = self.counters()
-        self._prepare(now)
-        assert self.counters() == before
-
-    def step(self):
-        """Compute one step, and return by holder the number of its rows; None without a step."""
-        return None if self.driver.begin_step() is None else self.end_step()
-
-    def end_step(self):
-        """Compute the step in flight, and return by holder the number of its rows."""
-        plan = self.driver.in_flight
-        lives = self.driver.scheduler._ledger.requests.values()
-        owner = {seq.sequence_id: x.request.holder for x in lives for seq in x.sequences}
-        chunks = [row.count for row in plan.rows if row.count > 1]
-        seconds = TOKEN_S * sum(chunks)
-        if len(chunks) < len(plan.rows):
-            seconds += DECODE_S + ROW_S * (len(plan.rows) - len(chunks))
-        rows = {}
-        for row in plan.rows:
-            name = owner[row.sequence]
-            rows[name] = rows.get(name, 0) + 1
-            self.tokens[name] += row.logits.samples
-        self.driver.now += seconds
-        self.driver.end_step()
-        self.driver.scheduler.check()
-        return rows
-
-    def run(self, steps):
-        """Compute so many steps, and return by holder in how many of them it had rows."""
-        seen = {}
-        for _ in range(steps):
-            for name in self.step() or ():
-                seen[name] = seen.get(name, 0) + 1
-        return seen
-
-    def counters(self):
-        """Return each holder's counter."""
-        return {x.holder: x.counter for x in self.driver.scheduler._ledger.shares.in_order()}
 
 
 # ---- shares ------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import pytest
 import trio
 
 from engine.config import ModelConfig, WorkerConfig
-from engine.core.common.types import SequenceId
+from engine.core.common.types import EndReason, SequenceId
+from engine.requests.quota import Origin, Quota
 from engine.requests.readers import Leaving
 from engine.requests.text.values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeScript
@@ -140,3 +141,35 @@ def test_a_replica_counts_what_it_served_what_failed_what_was_cancelled_and_its_
     counts, busy_s, num_steps = run_deterministically(main, 0)
     assert counts == (1, 1, 1)
     assert busy_s == pytest.approx(num_steps * STEP_S)
+
+
+def test_what_one_replica_computes_for_a_holder_counts_at_the_other():
+    """Each of two holders has a stream at one replica, and one of them another stream there. Red
+    if replicas do not know one another, or keep those that have ended."""
+
+    async def main():
+        async with on_replicas(2, routing="round-robin", max_model_len=4096) as engine:
+            await engine.load_model("fake")
+            entry = engine._pool.registry.entries["fake"]
+            assert len(entry.shares) == 2
+            streams = []
+            for name in ("both", "one", "other", "both"):
+                ask = request(1, len(streams), max_tokens=3000)
+                streams.append(engine.submit(ask, buffer=5000, origin=Origin(quota=Quota(name))))
+                await trio.sleep(2 * STEP_S)
+            streams[2].cancel(EndReason.CANCELLED)
+            await trio.sleep(20.0)
+            before = [stream.tokens_done for stream in streams]
+            await trio.sleep(60.0)
+            alone, one, _, both = (
+                stream.tokens_done - had for stream, had in zip(streams, before, strict=True)
+            )
+            assert alone == pytest.approx(60.0 / STEP_S, rel=0.1)
+            assert one == pytest.approx(60.0 / STEP_S, rel=0.1)
+            assert one / 12 < both < one / 5
+            for stream in streams:
+                stream.cancel(EndReason.CANCELLED)
+            await engine.unload_model("fake")
+            assert not entry.shares
+
+    run_deterministically(main, 0)

@@ -59,7 +59,7 @@ class EncodeWatch(KindWatch[LiveInputs]):
         self.room: int | None = None  # most tokens of a step after one that ran out of memory
         self.owners: dict[int, tuple[LiveInputs, int]] = {}  # by an input's identity
         self.kind: InputKind | None = None  # the kind of the last step's inputs
-        self.leads = Leads()  # of holders
+        self.leads = Leads(scheduler.shares)
 
     # ---- plans
 
@@ -128,6 +128,9 @@ class EncodeWatch(KindWatch[LiveInputs]):
         got some. The longest inputs of a request go first. No kind of input has two steps in turn
         while another one waits. After a failed step, each of its rows is run alone.
         """
+        service = self._service()
+        weights = {holder_of(one): one.submit.request.weight for one in self.live.values()}
+        self.leads.tell(service, weights)
         last = self.kind
         self.kind = self.step[0][2].input.kind if self.step else last
         taken: dict[LiveInputs, list[int]] = {}
@@ -169,23 +172,24 @@ class EncodeWatch(KindWatch[LiveInputs]):
                 return f"{live.name} overtakes {first.name}"
             if rows and left and max(left) > min(rows):
                 return f"{live.name}: an input of {min(rows)} tokens goes before {max(left)}"
-        return self._judge_shares(taken, behind) if len(able) > 1 else ""
+        if len(able) <= 1:
+            return ""
+        largest = max(self.config.max_num_batched_tokens, self.config.max_model_len)
+        return self.leads.note(service, weights, map(holder_of, behind), largest)
 
-    def _judge_shares(self, taken: dict[LiveInputs, list[int]], behind: list[LiveInputs]) -> str:
-        """Check that no holder whose inputs wait gets more than another for its weight."""
+    def _service(self) -> dict[str, float]:
+        """Return the tokens of each holder in the step."""
         longest = max((row.input.num_tokens for _, _, row in self.step), default=0)
         service: dict[str, float] = {}
-        for live, rows in taken.items():
-            service[holder_of(live)] = service.get(holder_of(live), 0.0) + longest * len(rows)
+        for live, _, _ in self.step:
+            service[holder_of(live)] = service.get(holder_of(live), 0.0) + longest
         paid = set()  # queries: the first row that has one pays for it
         for live, _, row in self.step:
             query = getattr(row.input, "query", None)
             if query is not None and query not in paid:
                 paid.add(query)
                 service[holder_of(live)] += len(query.token_ids)
-        weights = {holder_of(one): one.submit.request.weight for one in self.live.values()}
-        largest = max(self.config.max_num_batched_tokens, self.config.max_model_len)
-        return self.leads.note(service, weights, map(holder_of, behind), largest)
+        return service
 
     def _is_free(self, live: LiveInputs) -> bool:
         return self.phase(live) is not Phase.PARKED

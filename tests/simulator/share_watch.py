@@ -4,7 +4,8 @@ computed gets more than another, for its weight, by more than the bound."""
 from __future__ import annotations
 
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 from engine.core.text import admission
 from engine.core.text.lifecycle import State
@@ -12,6 +13,7 @@ from engine.core.text.lifecycle import State
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from engine.core.common.shares import Shares
     from engine.core.text.ledger import Ledger
     from engine.core.text.plan import Row, StepPlan
     from engine.core.text.scheduler import Scheduler
@@ -23,23 +25,50 @@ STEPS_MAX = 4
 ROUNDING = 1e-6
 
 
-class Leads:
-    """How far holders are ahead of each other in one scheduler."""
+class _Lead(NamedTuple):
+    """How much more service one holder had than another, each for its weight, since both could be
+    computed all the time: ``ahead`` of the replica's own steps. ``elsewhere`` is how much more of
+    other replicas' steps the one had that did not count before, less what both had in all; and it
+    was ``most`` and ``least`` so far, or 0."""
 
-    def __init__(self) -> None:
+    ahead: float
+    elsewhere: float
+    most: float
+    least: float
+
+
+class Leads:
+    """How far holders are ahead of each other in one scheduler, which has ``shares``."""
+
+    _of: ClassVar[WeakValueDictionary[int, Leads]] = WeakValueDictionary()  # by id of shares
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._of[id(shares)] = self
         self._largest = 0.0  # what the largest step costs for the smallest weight
-        # by two holders that could be computed all the time since then: how much more service the
-        # first had for its weight
-        self._ahead: dict[tuple[str, str], float] = {}
+        self._elsewhere: dict[str, float] = {}  # service of other replicas, for the weight
+        self._leads: dict[tuple[str, str], _Lead] = {}  # by two holders
 
     @property
     def holders(self) -> set[str]:
         """The holders whose leads are known."""
-        return {name for pair in self._ahead for name in pair}
+        return {name for pair in self._leads for name in pair}
 
     def restart(self) -> None:
-        """Forget the service so far, because rows run alone after a failed step."""
-        self._ahead = {}
+        """Forget the service so far at all replicas, because rows run alone after a failed step."""
+        for one in self._all():
+            one._leads = {}
+
+    def _all(self) -> list[Leads]:
+        replicas = map(id, self._shares._replicas)
+        return [self._of[replica] for replica in replicas if replica in self._of]
+
+    def tell(self, service: dict[str, float], weights: dict[str, int]) -> None:
+        """Have the other replicas take note of the ``service`` of each holder in a step."""
+        for one in self._all() if self._shares.is_counted else ():
+            for name, price in service.items() if one is not self else ():
+                before = one._elsewhere.get(name, 0.0)
+                one._elsewhere[name] = before + price / weights[name]
 
     def note(
         self,
@@ -53,13 +82,28 @@ class Leads:
         have been in this step, which could have cost ``largest``."""
         largest = max(largest, sum(service.values()))
         self._largest = max(self._largest, largest / min(weights.values(), default=1))
-        before, self._ahead = self._ahead, {}
+        before, self._leads = self._leads, {}
         for pair in combinations(sorted(waiting), 2):
             one, other = (service.get(name, 0.0) / weights[name] for name in pair)
-            ahead = self._ahead[pair] = before.get(pair, 0.0) + one - other
-            if abs(ahead) > STEPS_MAX * self._largest + ROUNDING:
+            had = self._more_elsewhere(pair)
+            lead = before.get(pair) or self._first(pair, had)
+            ahead, more = lead.ahead + one - other, had - lead.elsewhere
+            most, least = max(lead.most, more), min(lead.least, more)
+            self._leads[pair] = _Lead(ahead, lead.elsewhere, most, least)
+            limit = STEPS_MAX * self._largest + ROUNDING
+            if not -limit - most <= ahead <= limit - least:
                 return f"{pair}: {ahead} ahead, where a step costs {self._largest}"
         return ""
+
+    def _more_elsewhere(self, pair: tuple[str, str]) -> float:
+        one, other = (self._elsewhere.get(name, 0.0) for name in pair)
+        return one - other
+
+    def _first(self, pair: tuple[str, str], had: float) -> _Lead:
+        """Return the lead of two holders that have been computed in no step yet."""
+        one, other = (self._shares._known[name].elsewhere for name in pair)
+        more = one - other
+        return _Lead(0.0, had - more, max(0.0, more), min(0.0, more))
 
 
 class ShareWatch:
@@ -68,7 +112,7 @@ class ShareWatch:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._leads = Leads()
+        self._leads = Leads(scheduler.shares)
         self.restart = self._leads.restart
         self._interrupted: set[str] = set()  # holders that had nothing to do since the last plan
         # Before the next plan: the place of each active holder, and of those that just came back a
@@ -110,19 +154,20 @@ class ShareWatch:
     def planned(self, plan: StepPlan, now: float) -> str:
         """Return what is wrong with a plan that is sent now, or ""."""
         scheduler = self._scheduler
-        if scheduler._recovery.is_under_way:
-            self.restart()
-            return ""
         lives = scheduler._ledger.requests.values()
         sequences = {seq.sequence_id: seq for live in lives for seq in live.sequences}
         rows = [(sequences[row.sequence], row) for row in plan.rows if row.sequence in sequences]
         service = self._service_of(rows)
+        weights = {live.request.holder: live.share.weight for live in lives}
+        self._leads.tell(service, weights)
+        if scheduler._recovery.is_under_way:
+            self.restart()
+            return ""
         for name in self._first.keys() - service.keys():
             # one before it may lack memory, which nobody else takes then
             others = [place for other, place in self._places.items() if other != name]
             if all(self._places[name] < place for place in others):
                 return f"{name} came back, and does not go first"
-        weights = {live.request.holder: live.share.weight for live in lives}
         possible = [seq for seq in sequences.values() if not seq.has_ended]
         size = scheduler.config.block_size
         able = [seq for seq in possible if _could_run(seq, size)]

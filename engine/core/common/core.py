@@ -37,6 +37,7 @@ from engine.core.common.events import (
 )
 from engine.core.common.live_requests import LiveRequests, LiveT
 from engine.core.common.rate import RecentRate
+from engine.core.common.shares import Shares
 from engine.core.common.types import EndReason, PlanId
 from engine.core.common.waiting_queue import BACKGROUND_FROM
 from engine.errors import EngineBug
@@ -104,6 +105,7 @@ class Core(LiveRequests[LiveT], Generic[RequestT, PlanT, ResultT, LiveT, StepT])
 
     def __init__(self, config: QueueLimits) -> None:
         super().__init__(config)
+        self.shares = Shares()  # of the requests' holders
         self._events: list[OutputEvent] = []  # the events of the call in progress
         self._step: StepT | None = None
         self._metering: Any  # each kind has its own, with `charge`; `EqualSteps` has `settle`

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.live_requests import Places
 from engine.core.common.one_choice import OneChoiceCore
-from engine.core.common.shares import Shares
 from engine.core.common.step_budget import StepBudget
 from engine.core.common.steps import FailureKind
 from engine.core.common.types import SequenceId
@@ -55,7 +54,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
-        self._shares = Shares()
+        self._shares = self.shares
         self._inputs = WaitingInputs(self._waiting, self._shares)
         self._last_kind: InputKind | None = None  # the kind of the last step's inputs
         self._charged: dict[Share, float] = {}  # for the step in flight
@@ -84,7 +83,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         plan = EncodePlan(plan_id, made)
         self._last_kind = plan.kind
         self._charged = {}
-        if self._shares.is_contested:
+        if self._shares.is_counted:
             for (live, _), cost in zip(rows, self._costs(rows), strict=True):
                 self._charged[live.share] = self._charged.get(live.share, 0.0) + cost
             self._shares.charge(self._charged)

@@ -74,7 +74,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         super().__init__(config)
         self._ledger = Ledger(config, self._requests, self._waiting, self._parked)
         self.prefixes = self._ledger
-        self._shares = self._ledger.shares
+        self.shares = self._shares = self._ledger.shares
         self._guests = Guests(self._ledger)
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._times = StepTimes(config)
@@ -123,12 +123,13 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
                 for share, rank in step.turns.items():
                     share.turn = rank
                 self._charged = {}
-                if self._shares.is_contested:
+                if self._shares.is_counted:
                     self._charged = charge(step, self._times)
-                    self._shares.pass_over(step.passed, self._charged)
+                    if self._shares.is_contested:
+                        self._shares.pass_over(step.passed, self._charged)
+                        self._shares.head_start = self._times.short_step_s()
+                        self._shared_until = now + SHARED_S
                     self._shares.charge(self._charged)
-                    self._shares.head_start = self._times.short_step_s()
-                    self._shared_until = now + SHARED_S
         return step
 
     def prepare(self, now: float) -> None:
@@ -184,16 +185,24 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         """Return a builder for one step. The budget of its prompt tokens is halved by running out
         of memory (D17). Without ``gives_way``, background work runs beside what else there is."""
         builder: StepBuilder
-        if self._shares.is_contested or now < self._shared_until:
-            builder = SharedStepBuilder(
-                self._ledger, now, self._times, self._prompt_limit, self._note_preemption
-            )
+        if self._shares.is_counted or now < self._shared_until:
+            builder = self._shared_builder(now)
         else:
             builder = StepBuilder(self._ledger, now, self._prompt_limit, self._note_preemption)
         if self._pause is not None:  # what has begun goes on to its end, even after a preemption
             builder.only_begun = True
         if self._ledger.num_background and gives_way and self._ledger.background_gives_way():
             builder.leave_out_background()
+        return builder
+
+    def _shared_builder(self, now: float) -> StepBuilder:
+        """Return a builder for a step that holders pay for. Steps of a single holder, beside others
+        at other replicas, are as long as those of one."""
+        ledger, limit, note = self._ledger, self._prompt_limit, self._note_preemption
+        if self._shares.is_contested or now < self._shared_until:
+            return SharedStepBuilder(ledger, now, self._times, limit, note)
+        builder = StepBuilder(ledger, now, limit, note)
+        builder.share()
         return builder
 
     def _prompt_limit(self, num_decodes: int) -> int:

@@ -63,7 +63,7 @@ class SharedStepBuilder(StepBuilder):
         on_preempt: Callable[[Sequence], None],
     ) -> None:
         super().__init__(ledger, now, prompt_limit, on_preempt)
-        self._step.is_shared, self._step.turns = True, {}
+        self.share()
         self._times = times
         self._let_in: list[Share] = []
         self._spares_others = False  # whether only background work gives way to who waits

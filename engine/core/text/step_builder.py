@@ -65,6 +65,10 @@ class StepBuilder:
         self._on_preempt = on_preempt
         self._step = PlannedStep(ledger)
 
+    def share(self) -> None:
+        """Have holders pay for the step."""
+        self._step.is_shared, self._step.turns = True, {}
+
     def leave_out_background(self) -> None:
         """Plan no background work. To be called before the step is built."""
         self._but_background = True
