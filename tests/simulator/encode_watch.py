@@ -9,7 +9,7 @@ from engine.core.common.phases import Phase
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.waiting_queue import BACKGROUND_FROM
 from engine.core.encode.types import Encoded, EncodePlan, EncodeRow, EncodeRowResult, InputKind
-from tests.simulator.kind_watch import KindWatch, Live
+from tests.simulator.kind_watch import KindWatch, Live, holder_of
 from tests.simulator.share_watch import Leads
 
 
@@ -28,11 +28,6 @@ class LiveInputs(Live):
     def kinds(self) -> set[InputKind]:
         """The kinds of the inputs that are left."""
         return {self.submit.request.inputs[index].kind for index in self.left}
-
-
-def holder_of(live: LiveInputs) -> str:
-    """Return the holder of a request."""
-    return live.submit.request.holder
 
 
 def is_background(live: LiveInputs) -> bool:

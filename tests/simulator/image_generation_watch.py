@@ -72,6 +72,13 @@ class ImageGenerationWatch(TurnsWatch[LiveDrawing]):
         self.known.add(plan.sequence)
         return ""
 
+    def price(self, live: LiveDrawing) -> float:
+        """Return what a drawing's next step usually takes, in seconds."""
+        request, tiles = live.submit.request, live.num_done - live.submit.request.num_steps
+        verb = Verb.DECODE if tiles > 0 else Verb.DENOISE if live.num_done else Verb.ENCODE
+        price: float = self.scheduler._prices.price(shape_of(request, verb))
+        return price
+
     def gives(self, live: LiveDrawing) -> bool:
         """Return whether the next step gives the reader a message."""
         request, tiles = live.submit.request, live.num_done - live.submit.request.num_steps

@@ -28,6 +28,7 @@ from engine.core.common.phases import Phase
 from engine.core.common.steps import RowFailure, StepFailure
 from engine.core.common.turns import HELD_SHARE
 from engine.core.common.types import EndReason
+from tests.simulator.share_watch import Leads
 
 Results: TypeAlias = dict[tuple[str, int], Any]  # by request and number
 
@@ -229,6 +230,19 @@ class TurnsWatch(KindWatch[LiveT]):
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
         self.waiting: set[str] = set()  # requests that had no seat after the last plan
+        self.leads = Leads(scheduler.shares)
+        self.interrupted: set[str] = set()  # holders that had nothing to do since the last plan
+
+    def applied(self, event: InputEvent, events: list[OutputEvent], now: float) -> str:
+        """Judge an input, and take note of holders that have nothing to do."""
+        wrong = super().applied(event, events, now)
+        self._note_interrupted()
+        return wrong
+
+    def _note_interrupted(self) -> None:
+        lives = self.live.values()
+        active = {holder_of(live) for live in lives if self.phase(live) is not Phase.PARKED}
+        self.interrupted |= self.leads.holders - active
 
     def planned(self, plan: Any, events: list[OutputEvent], now: float) -> str:
         """Judge a plan; None if there was nothing to do."""
@@ -246,7 +260,27 @@ class TurnsWatch(KindWatch[LiveT]):
         if (held := self._num_held()) > HELD_SHARE * self.scheduler.max_seats:
             return f"{held} requests have seats"
         self.step, self.began = [(live, 0, plan)], now
-        return self.judge_turn(live, able) or self._judge_starts(now)
+        return (
+            self.judge_turn(live, able) or self._judge_shares(live, able) or self._judge_starts(now)
+        )
+
+    def price(self, live: LiveT) -> float:
+        """Return what the next step of a request costs its holder."""
+        return 1.0
+
+    def _judge_shares(self, taken: LiveT, able: list[LiveT]) -> str:
+        """Check that no holder with a request that could go on gets more than another for its
+        weight."""
+        service = {holder_of(taken): self.price(taken)}
+        weights = {holder_of(live): live.submit.request.weight for live in self.live.values()}
+        self.leads.tell(service, weights)
+        seated = [live for live in able if self.phase(live) not in (Phase.QUEUED, Phase.PARKED)]
+        waiting = {*map(holder_of, seated), *service} - self.interrupted
+        self.interrupted = set()
+        largest = max(map(self.price, self.live.values()))
+        wrong = self.leads.note(service, weights, waiting, largest)
+        self._note_interrupted()  # planning may have parked requests
+        return wrong
 
     def owner(self, plan: Any) -> LiveT | None:
         """Return the request of a plan."""
@@ -259,8 +293,11 @@ class TurnsWatch(KindWatch[LiveT]):
         return has_room and not live.is_late(now) and not self.is_held(live)
 
     def judge_turn(self, taken: LiveT, able: list[LiveT]) -> str:
-        """Check that no request gets two steps while another one that could go on gets none."""
+        """Check that no request gets two steps while another one of its holder that could go on
+        gets none."""
         for live in self.live.values():
+            if holder_of(live) != holder_of(taken):
+                continue
             if live is taken or live not in able or self.phase(live) is Phase.QUEUED:
                 live.others.clear()
                 continue
@@ -291,16 +328,39 @@ class TurnsWatch(KindWatch[LiveT]):
         ]
 
     def _judge_starts(self, now: float) -> str:
-        """Check that the requests which got seats were the first in the queue."""
+        """Check that the requests which got seats were the first of their holders in the queue,
+        that no holder has seats beyond its part while there are none, and that each has one."""
         waiting = {name for name, live in self.live.items() if self.phase(live) is Phase.QUEUED}
         started, self.waiting = (self.waiting - waiting) & self.live.keys(), waiting
-        if started and len(self._active(now)) > self.scheduler.max_seats:
-            return f"{started} got seats, of which there are none"
-        last = max((self._start_key(name, now) for name in started), default=None)
-        first = min((self._start_key(name, now) for name in waiting), default=None)
-        if last is not None and first is not None and first < last:
-            return f"the first of the queue, since {first[1]:.4f}, is passed over"
+        active, most = self._active(now), self.scheduler.max_seats
+        queued = [self.live[name] for name in waiting if not self.live[name].is_late(now)]
+        lives = {holder_of(live): live.submit.request for live in (*active, *queued)}
+        weights = sum(self._weight_of(holder) for holder in lives)
+        for holder in {holder_of(self.live[name]) for name in started}:
+            seats = sum(holder_of(live) == holder for live in active)
+            part = max(1, most * self._weight_of(holder) // weights)
+            if len(active) > most and seats > (most if len(lives) == 1 else part):
+                return f"{holder} got {seats} seats, of which there are none"
+        seated = {holder_of(x) for x in self.live.values() if self.phase(x) is not Phase.QUEUED}
+        if self.pause is None and self._num_held() < HELD_SHARE * most:
+            for live in queued:
+                if holder_of(live) not in seated:
+                    return f"{holder_of(live)} has no seat"
+        for holder in lives:
+            last = max(self._start_keys(started, holder, now), default=None)
+            first = min(self._start_keys(waiting, holder, now), default=None)
+            if last is not None and first is not None and first < last:
+                return f"the first of the queue, since {first[1]:.4f}, is passed over"
         return ""
+
+    def _weight_of(self, holder: str) -> int:
+        weight: int = self.scheduler.shares._known[holder].weight
+        return weight
+
+    def _start_keys(self, names: set[str], holder: str, now: float) -> list[tuple[float, float]]:
+        return [
+            self._start_key(name, now) for name in names if holder_of(self.live[name]) == holder
+        ]
 
     def _start_key(self, name: str, now: float) -> tuple[float, float]:
         live = self.live[name]
@@ -310,3 +370,9 @@ class TurnsWatch(KindWatch[LiveT]):
         """Return the record of a request, which begins in the queue."""
         self.waiting.add(submit.request.request_id)
         return super().accept(submit)
+
+
+def holder_of(live: Live) -> str:
+    """Return the holder of a request."""
+    holder: str = live.submit.request.holder
+    return holder

@@ -5,12 +5,15 @@ request that cannot go on misses its turn. So between two steps of a request tha
 the time, no other request gets two steps. Rule 2: a request keeps its seat until its end, because
 the worker keeps its state. Requests that are parked, or late and about to be cancelled, do not
 count against ``max_seats``, so that clients which do not read hold up no others; but at most
-`HELD_SHARE` times ``max_seats`` requests have seats.
+`HELD_SHARE` times ``max_seats`` requests have seats. Rule 3: with several holders, the step is the
+least holder's (`engine.core.common.shares`), and rule 1 holds among its requests. A holder with
+fewer seats than its part, which is one at least, gets more beside those that others have.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from engine.core.common.credit import Credit
     from engine.core.common.one_choice import Parts
+    from engine.core.common.shares import Share, Shares
     from engine.core.common.waiting_queue import WaitingQueue
     from engine.settings import QueueLimits
 
@@ -32,13 +36,14 @@ HELD_SHARE = 4  # a guess (rule 2): a drawing's state is small beside the model'
 
 class InTurn(OneChoice[RequestT]):
     """A live request that takes turns. It waits until it gets a ``sequence``, by which the worker
-    knows it. From then on it has a seat, until its end."""
+    knows it. From then on it has a seat, until its end. ``share`` is its holder's."""
 
-    __slots__ = ("sequence",)
+    __slots__ = ("sequence", "share")
 
     def __init__(self, request: RequestT, credit: Credit, now: float, number: int) -> None:
         super().__init__(request, credit, now, number)
         self.sequence: SequenceId | None = None
+        self.share: Share  # set by `TurnsCore`, when the request is admitted
 
     @property
     @abstractmethod
@@ -55,13 +60,16 @@ TurnT = TypeVar("TurnT", bound=InTurn[Any])
 
 
 class Seats:
-    """Lets at most ``max_seats`` requests take turns. ``park`` parks a request that has no slot."""
+    """Lets at most ``max_seats`` requests take turns; their holders have ``shares``. ``park`` parks
+    a request that has no slot. ``passed`` are the holders that were to have the last step and could
+    not."""
 
-    def __init__(self, max_seats: int, park: Callable[[Any, float], None]) -> None:
+    def __init__(self, max_seats: int, shares: Shares, park: Callable[[Any, float], None]) -> None:
+        self.passed: list[Share] = []
         self._max_seats = max_seats
+        self._shares = shares
         self._park = park
         self._seated: list[Any] = []  # sorted by rank
-        self._last_rank: tuple[float, ...] = ()  # the rank of the request that took the last step
         self._sequence_ids = count(1)
 
     def __len__(self) -> int:
@@ -74,33 +82,61 @@ class Seats:
         """Seat the first requests of the queue while there is room. Return whether any was
         seated."""
         num_before = len(self._seated)
-        while self._has_room(now):
-            ready = (live for live in queue.in_order(now) if not live.is_late(now))
-            if (live := next(ready, None)) is None:
-                break
+        while (live := self._next_to_seat(queue, now)) is not None:
             queue.remove(live)
             live.sequence, live.started_at = SequenceId(next(self._sequence_ids)), now
             self._seated.append(live)
             self._seated.sort(key=lambda live: live.rank)
         return len(self._seated) > num_before
 
-    def _has_room(self, now: float) -> bool:
+    def _next_to_seat(self, queue: WaitingQueue[Any], now: float) -> Any | None:
+        """Return the first request of the queue or, with several holders, of the one that has the
+        fewest seats for its weight; None if there is no seat for it."""
         if len(self._seated) >= HELD_SHARE * self._max_seats:
-            return False
+            return None
         runnable = [x for x in self._seated if x.parked_since is None and not x.is_late(now)]
-        return len(runnable) < self._max_seats
+        has_room = len(runnable) < self._max_seats
+        if not (has_room or self._shares.is_contested):
+            return None
+        ready = (live for live in queue.in_order(now) if not live.is_late(now))
+        if not self._shares.is_contested:
+            return next(ready, None)
+        firsts: dict[Share, Any] = {}
+        for live in ready:
+            firsts.setdefault(live.share, live)
+        seats = Counter([live.share for live in runnable])
+        first = min(firsts, key=lambda share: seats[share] / share.weight, default=None)
+        if first is None:
+            return None
+        weights = sum([share.weight for share in {*seats, *firsts}])
+        part = max(1, self._max_seats * first.weight // weights)
+        return firsts[first] if has_room or seats[first] < part else None
 
     def next_in_turn(self, now: float, *, only_begun: bool = False) -> Any | None:
         """Return the request whose turn it is, with the slot of its step's message reserved. Park
         requests whose streams have no slot. With ``only_begun``, skip requests not begun."""
-        after = [live for live in self._seated if live.rank > self._last_rank]
-        before = [live for live in self._seated if live.rank <= self._last_rank]
+        self.passed = []
+        if not self._shares.is_contested:
+            return self._first_able(self._seated, now, only_begun=only_begun)
+        for share in self._shares.in_order():
+            own = [live for live in self._seated if live.share is share]
+            if (live := self._first_able(own, now, only_begun=only_begun)) is not None:
+                return live
+            self.passed.append(share)
+        return None
+
+    def _first_able(self, seated: list[Any], now: float, *, only_begun: bool) -> Any | None:
+        """Return the request of a holder whose turn it is among its ``seated`` ones, with its slot
+        reserved."""
+        last = seated[0].share.turn if seated else ()
+        after = [live for live in seated if live.rank > last]
+        before = [live for live in seated if live.rank <= last]
         for live in (*after, *before):
             is_held = only_begun and not live.num_done
             if is_held or live.parked_since is not None or live.is_late(now):
                 continue
             if not live.needs_slot(live.part) or live.credit.try_reserve():
-                self._last_rank = live.rank
+                live.share.turn = live.rank
                 return live
             self._park(live, now)
         return None
@@ -131,13 +167,34 @@ class TurnsCore(OneChoiceCore[RequestT, PlanT, ResultT, TurnT]):
     def __init__(self, config: QueueLimits, max_seats: int) -> None:
         super().__init__(config)
         self.max_seats = max_seats
-        self._seats = Seats(max_seats, self._park)
+        self._seats = Seats(max_seats, self.shares, self._park)
+
+    def _price_of(self, live: TurnT) -> float:
+        """Return what the next step of a request costs its holder: steps of a kind that does not
+        say so cost alike."""
+        return 1.0
+
+    def _enqueue(self, live: TurnT, now: float) -> None:
+        live.share = self.shares.enter(live.request.holder, live.request.weight)
+        self.shares.activate(live.share)
+        super()._enqueue(live, now)
 
     def _leave(self, live: TurnT) -> None:
         if live.sequence is None:
             self._waiting.remove(live)
         else:
             self._seats.remove(live)
+        if live.parked_since is None:
+            self.shares.deactivate(live.share)
+        self.shares.leave(live.share)
+
+    def _park(self, live: TurnT, now: float) -> None:
+        self.shares.deactivate(live.share)
+        super()._park(live, now)
+
+    def _reader_drained(self, live: TurnT, now: float) -> None:
+        super()._reader_drained(live, now)
+        self.shares.activate(live.share)
 
     def _stalled(self, now: float) -> list[TurnT]:
         return sorted(super()._stalled(now), key=lambda live: live.rank)
@@ -151,7 +208,13 @@ class TurnsCore(OneChoiceCore[RequestT, PlanT, ResultT, TurnT]):
         live = self._seats.next_in_turn(now, only_begun=is_paused)
         while live is None and not is_paused and self._seats.fill(self._waiting, now):
             live = self._seats.next_in_turn(now)
-        return [] if live is None else [(live, live.part)]
+        if live is None:
+            return []
+        if self.shares.is_counted:
+            prices = {live.share: self._price_of(live)}
+            self.shares.pass_over(self._seats.passed, prices)
+            self.shares.charge(prices)
+        return [(live, live.part)]
 
     def _tokens_begun(self) -> int:
         return sum(live.queued_tokens for live in self._seats)
@@ -179,3 +242,6 @@ class TurnsCore(OneChoiceCore[RequestT, PlanT, ResultT, TurnT]):
         for live in waiting:
             assert live.sequence is None, f"{live} waits and has begun"
             assert live.parked_since is None, f"{live} is parked for nothing"
+        lives = self._requests.values()
+        active = Counter([x.request.holder for x in lives if x.parked_since is None])
+        self.shares.check(active, Counter([x.request.holder for x in lives]))

@@ -1,6 +1,7 @@
 """An image model's scheduler: which drawing takes the next step, and what the result gives it.
 
-Rule 1: drawings that have begun take turns, one step each (`engine.core.common.turns`). Rule 2:
+Rule 1: drawings that have begun take turns, one step each, and holders share the time of all steps
+(`engine.core.common.turns`). Rule 2:
 each accepted request emits at most one `Stepped` for each denoising step, one `Drawn` for each
 image, and exactly one `Finished`. Rule 3: every request that a plan has started
 is named in `ImageGenerationPlan.ended` of exactly one later plan, after its end.
@@ -26,6 +27,7 @@ from engine.core.image_generation.types import (
     Stepped,
     Verb,
 )
+from engine.core.image_generation.usual_times import UsualTimes
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class ImageGenerationScheduler(
         super().__init__(config, config.max_drawings)
         self._ended: list[SequenceId] = []  # requests that ended since the last plan
         self._times = LeastTimes()
+        self._prices = UsualTimes()
         self._deadlines = Deadlines(self._waiting, self._times)
 
     def __repr__(self) -> str:
@@ -72,6 +75,9 @@ class ImageGenerationScheduler(
 
     # ---- steps
 
+    def _price_of(self, live: LiveDrawing) -> float:
+        return self._prices.price(shape_of(live.request, live.part.verb))
+
     def _plan_of(self, plan_id: PlanId, rows: Parts[LiveDrawing]) -> ImageGenerationPlan:
         [(live, part)] = rows
         assert live.sequence is not None
@@ -92,7 +98,9 @@ class ImageGenerationScheduler(
         [(live, part)] = step.rows
         if isinstance(result.row, RowFailure):
             return
-        self._times.note(shape_of(live.request, part.verb), seconds)
+        shape = shape_of(live.request, part.verb)
+        self._times.note(shape, seconds)
+        self._prices.note(shape, seconds)
         if part.verb is Verb.DENOISE:
             super()._note_step(step, result, seconds)
 
