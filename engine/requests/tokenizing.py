@@ -5,9 +5,10 @@ event loop nor a step. Rule 2: such a job is a task of `RequestTasks`, so it is 
 that waits for it can stop waiting at once. Rule 3: a job cannot be interrupted. Therefore a text
 that is certainly too long is refused without a job (`check_fits`), and a long text is tokenised in
 pieces, each in a job, until there are as many tokens as are wanted (`TokenBound`). Short texts have
-a thread that long texts do not use. At either thread, the parties (`engine.requests.quota.Origin`)
-take turns, a whole text in each, so that only one text is tokenised in part at a time. Rule 4: the
-time of a turn, in which others wait, and of a job that needs no thread, is counted to its party.
+a thread that long texts do not use. At either thread, and at that for images, the parties
+(`engine.requests.quota.Origin`) share the time, a whole text in each turn, so that only one text is
+tokenised in part at a time. Rule 4: the time of a turn, in which others wait, and of a job that
+needs no thread, is counted to its party.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class TokenBound(NamedTuple):
 
 class Tokenizing:
     """Runs tokenizers and chat templates. Belongs to the Trio thread. One job at a time runs for
-    short texts, and one for texts of `LONG_TEXT_CHARS` and more; parties take turns.
+    short texts, and one for texts of `LONG_TEXT_CHARS` and more; parties share their time.
 
     Every async method raises ShuttingDown once the engine is closed.
 
@@ -232,12 +233,12 @@ class Tokenizing:
         turns = self._short_turns if num_chars < LONG_TEXT_CHARS else self._long_turns
         return await self._in_thread(work, turns, party)
 
-    async def run_in_thread(self, work: Callable[[], T]) -> T:
+    async def run_in_thread(self, work: Callable[[], T], party: Hashable) -> T:
         """Return ``work()``, called in a thread. Cancellation: as the class."""
-        return await self._in_thread(work, self._short_turns)
+        return await self._in_thread(work, self._short_turns, party)
 
     async def read_images(
-        self, files: Iterable[tuple[str, bytes]], read: Callable[[bytes], T]
+        self, files: Iterable[tuple[str, bytes]], read: Callable[[bytes], T], party: Hashable
     ) -> list[T]:
         """Return the results of ``read``, which may have an image decoded, called in a thread with
         each file. No other image is decoded at the same time. Cancellation: as the class.
@@ -248,14 +249,15 @@ class Tokenizing:
         made, violations = [], []
         for path, data in files:
             try:
-                made.append(await self._in_thread(partial(read, data), self._image_turns))
+                job = partial(read, data)
+                made.append(await self._in_thread(job, self._image_turns, party))
             except BadImage as error:
                 violations.append(FieldViolation(path, str(error)))
         if violations:
             raise InvalidRequest(violations)
         return made
 
-    async def _in_thread(self, work: Callable[[], T], turns: Turns, party: Hashable = None) -> T:
+    async def _in_thread(self, work: Callable[[], T], turns: Turns, party: Hashable) -> T:
         values: list[T] = []
         await self._run_jobs([lambda: values.append(work())], turns, party)
         return values[0]

@@ -1,5 +1,6 @@
 """Tokenising, mostly in virtual time: turns of clients, an engine that ends, and exceptions."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.plan import RowResult
 from engine.errors import EngineBug, RequestTooLarge, ShuttingDown, TrioletError
-from engine.requests.quota import Origin
+from engine.requests.quota import Origin, Quota
 from engine.requests.text.values import GenerateRequest, PromptOptions, SamplingParams
 from engine.requests.tokenizing import (
     INLINE_TOKENIZE_CHARS,
@@ -17,10 +18,12 @@ from engine.requests.tokenizing import (
     TOKENIZE_CHARS_MAX,
     TOKENIZE_TOKENS_MAX,
 )
+from engine.requests.turns import Turns
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import TokenSpan
 from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.mutants import Mutant, planted
 from tests.support.virtual_engine import fake_engine
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
@@ -141,8 +144,8 @@ def test_a_short_text_never_waits_for_a_long_one_and_parties_take_turns():
                 await trio.sleep(1.0)
                 assert ends["s"] < began + 0.5
                 await trio.sleep(20.0)
-                # after the first text's last 4 s and one more text of the noisy client
-                assert ends["l"] == began + 4.0 + 5.0 + 5.0
+                # after the first text's last 4 s, as the noisy client has had its turn
+                assert ends["l"] == began + 4.0 + 5.0
                 leaving.cancel()
         num_seen = len(seen)
         await trio.sleep(60.0)
@@ -150,6 +153,63 @@ def test_a_short_text_never_waits_for_a_long_one_and_parties_take_turns():
         assert num_seen < 10
 
     run(body, 0, encode)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1)])
+@pytest.mark.parametrize("count", [INLINE_TOKENIZE_CHARS, LONG_TEXT_CHARS])
+def test_many_prompts_of_a_holder_delay_another_ones_by_one(count, weights):
+    """Those of the noisy holder take ten times as long. By weight, both have the same time."""
+    seconds, waits = Counter(), []
+
+    def encode(threads, text):
+        took = 1.0 if text[0] == "n" else 0.1
+        seconds[text[0]] += took
+        threads.note_sleep(took)
+        return (1, 2, 3)
+
+    async def body(engine, nursery):
+        noisy = Origin(quota=Quota("noisy", weight=weights[0]))
+        quiet = Origin(quota=Quota("quiet", weight=weights[1]))
+
+        async def tokenize(text, origin):
+            await engine.tokenize("", text=text * count, origin=origin)
+
+        with trio.CancelScope() as leaving:
+            async with trio.open_nursery() as clients:
+                for _ in range(100):
+                    clients.start_soon(tokenize, "n", noisy)
+                await trio.sleep(10.5)
+                for _ in range(3):
+                    began = trio.current_time()
+                    await tokenize("q", quiet)
+                    waits.append(trio.current_time() - began)
+                for _ in range(300):
+                    clients.start_soon(tokenize, "q", quiet)
+                seconds.clear()
+                await trio.sleep(40.0)
+                leaving.cancel()
+
+    run(body, 0, encode)
+    assert max(waits) <= 1.0 + 0.1 + 1e-6
+    assert seconds["n"] / seconds["q"] == pytest.approx(weights[0] / weights[1], rel=0.1)
+
+
+BUGS = (
+    Mutant(
+        "parties take turns, however long these are",
+        Turns._count,
+        "seconds / weight",
+        "1.0 / weight",
+    ),
+    Mutant("a party saves up time", Turns._lot_of, "max(self._had.get(party, 0.0), least)", "0.0"),
+    Mutant("time has no weight", Turns._count, "isinstance(party, Quota)", "False"),
+)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.title)
+def test_a_planted_bug_of_turns_is_found(bug):
+    with planted(bug), pytest.raises(AssertionError):
+        test_many_prompts_of_a_holder_delay_another_ones_by_one(INLINE_TOKENIZE_CHARS, (3, 1))
 
 
 def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenised():

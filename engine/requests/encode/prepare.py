@@ -171,7 +171,7 @@ class InputPreparer:
         num_bytes = len(files) * fit.max_bytes
         await self.image_memory.take(num_bytes, assignment.held, assignment.core_id)
         read = partial(self._tokenizing.image_decoder, fit.read)
-        made = await self._tokenizing.read_images(files, read)
+        made = await self._tokenizing.read_images(files, read, assignment.origin.party)
         return [ImageInput(image, fit.num_tokens) for image in made]
 
     async def _tokenize_pairs(

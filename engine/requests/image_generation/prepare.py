@@ -99,7 +99,7 @@ class ImageGenerationPreparer:
         return PreparedDrawing(
             core_request,
             scheduler=request.scheduler or info.default_scheduler,
-            in_thread=self._encoding.run_in_thread,
+            in_thread=partial(self._encoding.run_in_thread, party=assignment.origin.party),
         )
 
     async def _count_tokens(
@@ -136,7 +136,8 @@ class ImageGenerationPreparer:
         await self.image_memory.take(3 * width * height, assignment.held, assignment.core_id)
         read = partial(read_as, size=(width, height), max_pixels=info.max_image_pixels)
         decode = partial(self._tokenizing.image_decoder, read)
-        [pixels] = await self._tokenizing.read_images([("source.image", data)], decode)
+        files = [("source.image", data)]
+        [pixels] = await self._tokenizing.read_images(files, decode, assignment.origin.party)
         return pixels
 
 

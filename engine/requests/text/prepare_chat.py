@@ -79,7 +79,8 @@ class VisionInput:
         await self.memory.take(
             num_bytes, assignment.held, assignment.core_id, assignment.spare_images
         )
-        chat = await self._read_each(chat, partial(self._kept.read, preprocessor))
+        read = partial(self._kept.read, preprocessor)
+        chat = await self._read_each(chat, read, assignment.origin.party)
         assignment.report(Phase.TOKENIZE)
         return chat
 
@@ -134,7 +135,7 @@ class VisionInput:
         if preprocessor is not None and count:
             self.memory.check_count("chat.messages", count, preprocessor.max_bytes)
             measure = partial(_measure, self._tokenizing.image_decoder, preprocessor)
-            chat = await self._read_each(chat, measure)
+            chat = await self._read_each(chat, measure, party)
         shown, _ = await self._shown(replica, chat, party)
         with of_field("chat"):
             spans = await self._tokenizing.spans(
@@ -146,9 +147,11 @@ class VisionInput:
             else place_spans(spans, shown, preprocessor, replica.tokenizer)
         )
 
-    async def _read_each(self, chat: Chat, read: Callable[[bytes], ReadImage]) -> Chat:
+    async def _read_each(
+        self, chat: Chat, read: Callable[[bytes], ReadImage], party: Hashable
+    ) -> Chat:
         """Return a chat with the result of ``read``, called in a thread, for each file."""
-        images = iter(await self._tokenizing.read_images(chat.images, read))
+        images = iter(await self._tokenizing.read_images(chat.images, read, party))
         return replace(chat, messages=tuple(_with_images(m, images) for m in chat.messages))
 
     async def _shown(
