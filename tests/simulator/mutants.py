@@ -1096,7 +1096,7 @@ MUTANTS = (
         "an aborted request is billed twice",
         supervisor.Supervisor._note_bill,
         "self.usage.add(record)",
-        "self.usage.add(record)\n    if record.end == 'ABORTED':\n        self.usage.add(record)",
+        "for _ in range(1 + (record.end == 'ABORTED')): self.usage.add(record)",
     ),
     Mutant(
         "a step's time is not divided",
