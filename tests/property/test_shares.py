@@ -365,6 +365,36 @@ def test_a_holder_gets_blocks_though_another_has_all():
     busy.driver.check_idle()
 
 
+ROOM_IS_LEFT = Mutant(
+    "the step that makes room does not start the first waiting request",
+    shared_steps.SharedStepBuilder._lacks_room_for_first,
+    "self._start(first, admission.match(self._ledger, first))",
+    "pass",
+)
+
+
+def preempt_for_the_first_waiting():
+    """Run a schedule in which a sequence of one holder gives way for the first waiting request of
+    another."""
+    fields = {"num_blocks": 12, "max_model_len": 192, "max_num_seqs": 4}
+    busy = Busy(max_num_batched_tokens=8, **fields)
+    asks = {2: [("c", 8, 27, 1)], 4: [("c", 76, 38, 1)], 8: [("a", 80, 87, 3)]}
+    asks[12] = [("a", 27, 124, 1), ("b", 28, 17, 1), ("b", 11, 4, 1)]
+    for number in range(60):
+        for holder, prompt, max_tokens, weight in asks.get(number, ()):
+            busy.ask(holder, prompt=prompt, max_tokens=max_tokens, weight=weight)
+        busy.step()
+    return busy.driver
+
+
+def test_the_step_that_makes_room_for_the_first_waiting_request_starts_it():
+    """The driver's watcher judges that nothing gives way for nobody."""
+    driver = preempt_for_the_first_waiting()
+    assert driver.scheduler.statistics().preemptions > 0
+    with planted(ROOM_IS_LEFT), pytest.raises(AssertionError, match="gave way for nobody"):
+        preempt_for_the_first_waiting()
+
+
 # ---- encoders ----------------------------------------------------------------------------------
 
 
