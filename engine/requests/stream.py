@@ -89,7 +89,8 @@ class StreamOptions(Generic[EventT]):
     called before the reader is notified of the end, and ``on_bill`` once the bill is complete.
     ``awaits_reader`` is as for `Bill`. ``on_loss`` is called when the reader's client has lost its
     connection; it returns whether the stream waits for that client.
-    ``on_leave`` is called when the last reader has left.
+    ``on_leave`` is called when the last reader has left. ``is_part``: the request is a part of
+    another one, which alone is listed and counted.
     """
 
     request_id: str
@@ -105,6 +106,7 @@ class StreamOptions(Generic[EventT]):
     awaits_reader: bool = False
     on_loss: Callable[[Any], bool] = lambda stream: False
     on_leave: Callable[[Any], None] = lambda stream: None
+    is_part: bool = False
 
 
 class RequestStream(Generic[EventT]):
@@ -122,7 +124,8 @@ class RequestStream(Generic[EventT]):
     ``attach_token`` is what a client must show to take the stream up again; empty for a stream that
     no client can take up. ``seed`` is the seed of the request's draws; 0 if its kind draws nothing.
     ``wants_progress``: the client asked for events before its first token (`show`).
-    ``bill`` is the request's, which asks for ``num_asked`` choices or images. ``num_made`` tokens,
+    ``bill`` is the request's, which asks for ``num_asked`` choices or images; one that is a part of
+    another (``is_part``) asks for none of its own. ``num_made`` tokens,
     or other results, were made for the reader; ``result_types`` are the classes of the events that
     bring them. ``makes_tokens``: the results are tokens.
     ``operation`` is OpenTelemetry's name for what the request asks for. ``how_far`` is the format
@@ -168,7 +171,8 @@ class RequestStream(Generic[EventT]):
         self.holder = options.origin.quota
         self.party = options.origin.party
         self.queued = QueuedTokens(options.origin.quota)
-        self.num_asked = num_asked(request)
+        self.is_part = options.is_part
+        self.num_asked = 0 if self.is_part else num_asked(request)
         self.bill = Bill(options.on_bill, awaits_reader=options.awaits_reader)
         self._channel: ChannelReader[EventT] | None = None
         reader = options.reader

@@ -140,8 +140,8 @@ class Supervisor:
 
     @property
     def num_live(self) -> int:
-        """Requests whose task has not ended."""
-        return len(self._live)
+        """Requests whose task has not ended, without the parts of others."""
+        return self._num_live.total()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the pool and the requests' tasks until `drain` has ended both.
@@ -180,10 +180,13 @@ class Supervisor:
         ``buffer`` is the number of messages that may wait for the reader. ``arrived_at`` is when
         the request reached the server, on Trio's clock, if that was earlier. ``awaits_reader``: the
         request's bill is complete only when its reader has left (`RequestStream.leave`).
-        ``part_of`` is the stream whose bill has this request's, which the counters leave out.
+        ``part_of`` is the stream whose bill has this request's, which the counters and the lists
+        leave out.
         """
         request_id = request.request_id or origin.fallback_id or uuid.uuid4().hex
-        error = self._refusal(request, request_id, origin) or _begin(request, origin)
+        is_part = part_of is not None
+        num_choices = 0 if is_part else num_asked(request)
+        error = self._refusal(request, request_id, origin) or _begin(num_choices, origin)
         options = StreamOptions(
             request_id,
             self._core_id(request, request_id),
@@ -198,6 +201,7 @@ class Supervisor:
             awaits_reader=awaits_reader,
             on_loss=self.detached.add,
             on_leave=self.detached.remove,
+            is_part=is_part,
         )
         if part_of is not None:
             part_of.bill.open_part()
@@ -206,7 +210,7 @@ class Supervisor:
             stream.close(error)
             return stream
         name = (origin.holder, request_id)
-        self._num_live[origin.holder] += name not in self._live
+        self._num_live[origin.holder] += name not in self._live and not is_part
         self._live[name] = stream
         self.image_files.add(request.image_bytes)
         if stream.attach_token:
@@ -300,9 +304,7 @@ class Supervisor:
 
     def num_live_of(self, only_of: str | None) -> int:
         """Return the number of requests whose task has not ended: a holder's, or with None all."""
-        if only_of is None:
-            return len(self._live)
-        return self._num_live[only_of]
+        return self.num_live if only_of is None else self._num_live[only_of]
 
     def list_live(self, most: int, only_of: str | None = None) -> tuple[LiveRequest, ...]:
         """Return the ``most`` oldest of the live requests: a holder's, or with None all. Never
@@ -312,7 +314,8 @@ class Supervisor:
         for stream in self._live.values():
             if len(found) == most:
                 break
-            if not stream.is_closed and only_of in (None, stream.origin.holder):
+            is_listed = not (stream.is_closed or stream.is_part)
+            if is_listed and only_of in (None, stream.origin.holder):
                 loop = None if stream.replica is None else stream.replica.loop
                 phase = (loop and loop.phase_of(stream.core_id)) or stream.phase
                 found.append(
@@ -374,10 +377,11 @@ class Supervisor:
         holder = stream.origin.holder
         if self._live.get((holder, stream.request_id)) is stream:
             del self._live[holder, stream.request_id]
-            self._num_live[holder] -= 1
+            self._num_live[holder] -= not stream.is_part
             if not self._num_live[holder]:
                 del self._num_live[holder]
-        self._recently_ended.add(stream.request_id, holder)
+        if not stream.is_part:
+            self._recently_ended.add(stream.request_id, holder)
         if not self._live:
             self._idle.set()
         log.debug(
@@ -442,7 +446,7 @@ class Supervisor:
             cut = [stream for stream in self._live.values() if stream.reason is None]
             for stream in cut:
                 stream.cancel(EndReason.SHUTDOWN)
-            self._num_cut += len(cut)
+            self._num_cut += sum(not stream.is_part for stream in cut)
             self._pool.close()
         await self.wait_idle()
         return self._num_cut
@@ -525,11 +529,11 @@ class _RecentIds:
                 del self._num_of[name[1]]
 
 
-def _begin(request: ClientRequest, origin: Origin) -> TrioletError | None:
-    """Count a request against its holder's limits, or return why it may not begin."""
+def _begin(num_choices: int, origin: Origin) -> TrioletError | None:
+    """Count a request's choices against its holder's limits, or return why it may not begin."""
     if origin.quota is not None:
         try:
-            origin.quota.counted.begin(num_asked(request), trio.current_time())
+            origin.quota.counted.begin(num_choices, trio.current_time())
         except Overloaded as error:
             return error
     return None

@@ -5,7 +5,7 @@ import trio
 
 from engine.config import ModelConfig
 from engine.core.common.types import EndReason
-from engine.errors import InvalidRequest, ModelNotFound, StepFailed
+from engine.errors import InvalidRequest, ModelNotFound, ShuttingDown, StepFailed
 from engine.requests import bill
 from engine.requests.encode import feed
 from engine.requests.encode.values import (
@@ -15,6 +15,7 @@ from engine.requests.encode.values import (
     IndexedInput,
     InputFault,
 )
+from engine.requests.quota import Origin, Quota, UseLimits
 from engine.status import Capability
 from engine.worker.fakes.encode import FakeEncoder
 from engine.worker.fakes.text import FakeScript
@@ -167,9 +168,9 @@ def source_of(*parts):
     return source
 
 
-def ask(engine, *parts, **fields):
+def ask(engine, *parts, quota=None, **fields):
     request = EmbedStreamRequest(EmbedRequest(check=False, **fields), source_of(*parts))
-    return engine.submit(request, buffer=4)
+    return engine.submit(request, buffer=4, origin=Origin(quota=quota))
 
 
 @pytest.mark.parametrize("size", [1, 7, 600])
@@ -254,5 +255,51 @@ def test_an_operator_finds_the_stream_by_its_id():
         engine.abort("endless")
         await read_all(other)
         assert other.reason is EndReason.ABORTED
+
+    run(body)
+
+
+def test_a_stream_is_one_request_of_its_key_whatever_it_runs_in():
+    """The old fault: a key of one choice was refused every stream, as its chunks counted, too; and
+    they were listed."""
+    quota = Quota("ann")
+    quota.limits = UseLimits(max_choices=1)
+
+    async def body(engine, _):
+        stream = ask(engine, *[[(1,)] * 500] * 8, quota=quota, request_id="mine")
+        await trio.sleep(0.02)
+        assert engine.statistics().totals.running
+        assert [one.request_id for one in engine.list_live(10)] == ["mine"]
+        assert (engine.num_live, engine.num_live_of("ann"), engine.num_live_of(None)) == (1, 1, 1)
+        events = await read_all(stream)
+        assert stream.error is None
+        assert sum(isinstance(event, Embedding) for event in events) == 4000
+        assert quota.num_choices == 0
+
+    run(body)
+
+
+def test_the_tokens_of_a_minute_bound_a_stream_while_it_runs():
+    """The old fault: they were counted at its end, however long it was."""
+    quota = Quota("ann")
+    quota.limits = UseLimits(max_tokens_per_minute=600)
+
+    async def body(engine, _):
+        began = trio.current_time()
+        events = await read_all(ask(engine, *[[(1,)] * 600] * 10, quota=quota))
+        assert sum(isinstance(event, Embedding) for event in events) == 6000
+        most_ahead = 600 + feed.CHUNKS_MAX * feed.CHUNK_INPUTS
+        assert trio.current_time() - began >= 60 * (6000 - most_ahead) / 600
+
+    run(body)
+
+
+def test_a_drain_counts_a_stream_once():
+    async def body(engine, _):
+        stream = ask(engine, *[[(1,)] * 500] * 8)
+        await trio.sleep(0.02)
+        assert await engine.drain(0.0) == 1
+        await read_all(stream)
+        assert isinstance(stream.error, ShuttingDown)
 
     run(body)

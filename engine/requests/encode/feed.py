@@ -13,6 +13,7 @@ only note what happens to them; `EmbedFeed.serve` alone acts on it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import deque
@@ -40,7 +41,6 @@ from engine.requests.encode.values import (
     IndexedInput,
     InputFault,
 )
-from engine.requests.quota import Origin
 from engine.requests.stream import RequestStream
 from engine.requests.text.values import Started
 
@@ -69,7 +69,7 @@ RETRY_S = 1.0  # the wait for room in the queue, if the error does not say how l
 # Steps that may fail in turn: to find one input of a chunk takes 10. A model that fails on
 # everything ends the stream soon.
 FAILURES_MAX = 16
-PLACE = re.compile(r"inputs\[(\d+)\]")
+PLACE = re.compile(r"inputs\[(\d+)\]\.?(.*)")
 
 
 class _Chunk:
@@ -122,7 +122,7 @@ class EmbedFeed(RequestStream[EmbedStreamEvent]):
         )
         self._submit = submit
         self._stall_timeout_s = stall_timeout_s
-        self._chunk_origin = Origin("", options.origin.quota, options.origin.address)
+        self._numbers = itertools.count(1)  # of chunks
         self._pending: deque[IndexedInput] = deque()  # inputs that are in no chunk
         self._again: deque[list[IndexedInput]] = deque()  # chunks that failed and run again
         self._chunks: dict[_Chunk, None] = {}  # chunks that run, in order
@@ -289,9 +289,11 @@ class EmbedFeed(RequestStream[EmbedStreamEvent]):
             timeout_s=None,
             check=False,
         )
+        # No client's id has this separator (`Supervisor._core_id`).
+        origin = replace(self.origin, fallback_id=f"{self.core_id}\x1f{next(self._numbers)}")
         self._chunks[chunk] = None
         chunk.stream = self._submit(
-            request, buffer=len(items), reader=chunk, part_of=self, origin=self._chunk_origin
+            request, buffer=len(items), reader=chunk, part_of=self, origin=origin
         )
 
     def _settle(self, chunk: _Chunk) -> None:
@@ -320,9 +322,10 @@ class EmbedFeed(RequestStream[EmbedStreamEvent]):
         faults: dict[int, str] = {}
         for violation in error.violations:
             if found := PLACE.match(violation.field):
-                faults.setdefault(int(found[1]), violation.description)
+                faults.setdefault(int(found[1]), _named(found[2], violation.description))
             elif violation.field == "model" and self._may_take_texts(chunk):
-                faults |= dict.fromkeys(chunk.images, violation.description)
+                what = _named("image", violation.description)
+                faults |= dict.fromkeys(chunk.images, what)
             elif isinstance(error, RequestTooLarge) and len(left) > 1:
                 self._halve(left, error)
                 return
@@ -399,3 +402,8 @@ class EmbedFeed(RequestStream[EmbedStreamEvent]):
 
     def _finish(self, event: Finished) -> None:
         raise AssertionError("a feed is at no replica itself")
+
+
+def _named(field: str, what: str) -> str:
+    """Return what is wrong with a field of an input, or with the whole input if it is empty."""
+    return f"{field}: {what}" if field else what
