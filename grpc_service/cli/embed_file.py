@@ -7,6 +7,7 @@ order; `grpc_service.cli.results_file` lets the same command go on where an earl
 from __future__ import annotations
 
 import base64
+import codecs
 import hashlib
 import json
 import os
@@ -15,8 +16,9 @@ import time
 from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
+from grpc import StatusCode
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestTooLarge
 from engine.requests.encode.values import MAX_INPUTS
 from grpc_service.cli.bars import bar
 from grpc_service.cli.client import explain, run_client
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 PART_BYTES = 2**16  # of the lines of a message. Guess: a usual window
 READ_BYTES = 2**20
 PAUSE_S = 1.0  # before another call, if the server does not say how long
+TOO_LARGE = RequestTooLarge.reason
 FAULTS_SHOWN = 5  # lines without a vector that are named
 
 
@@ -61,6 +64,11 @@ def run_file(args: argparse.Namespace, parameters: messages.EmbedRequest) -> int
         )
         if code == 0:
             results.finish()
+        elif num_done := len(results.done):
+            print(
+                f"triolet: {num_done} of {total} lines have results; the same command goes on",
+                file=sys.stderr,
+            )
     for fault in faults[:FAULTS_SHOWN]:
         print(f"triolet: {fault}", file=sys.stderr)
     if len(faults) > FAULTS_SHOWN:
@@ -72,17 +80,23 @@ def _measure(file: str) -> tuple[int, str]:
     """Return the number of lines of a file, and a digest of its bytes.
 
     Raises:
-        ConfigError: the file cannot be read, or is empty.
+        ConfigError: the file cannot be read, is empty, or is not UTF-8.
     """
     digest, num_lines, last = hashlib.sha256(), 0, b""
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with open(os.path.expanduser(file), "rb") as opened:
             while part := opened.read(READ_BYTES):
                 digest.update(part)
+                decoder.decode(part)
                 num_lines += part.count(b"\n")
                 last = part[-1:]
+            decoder.decode(b"", final=True)
     except OSError as error:
         raise ConfigError(f"--file {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        number = num_lines + 1 + error.object.count(b"\n", 0, error.start)
+        raise ConfigError(f"line {number} of {file} is not UTF-8") from None
     if not last:
         raise ConfigError(f"there are no texts in {file}")
     return num_lines + (last != b"\n"), digest.hexdigest()
@@ -123,6 +137,10 @@ def _embed(
             except CallError as error:
                 if requests.error is not None:
                     raise requests.error from None
+                if (index := requests.too_large(error)) is not None:
+                    _add_fault(results, faults, index, error.reason, str(error))
+                    last_at = time.monotonic()
+                    continue
                 is_over = time.monotonic() > last_at + RESUME_S
                 if is_over or len(results.done) == num_before or error.code not in RETRY_CODES:
                     raise
@@ -150,10 +168,16 @@ def _keep(answer: messages.EmbedStreamResponse, results: ResultsFile, faults: li
             results.note("model", vector.model)
         results.add(vector.index, _fields_of(vector))
     for error in answer.errors:
-        fields = {"reason": error.reason, "message": error.message}
-        results.add(error.index, f'"error": {json.dumps(fields, ensure_ascii=False)}')
-        faults.append(f"line {error.index + 1} has no vector: {error.message}")
+        _add_fault(results, faults, error.index, error.reason, error.message)
     results.flush()
+
+
+def _add_fault(
+    results: ResultsFile, faults: list[str], index: int, reason: str, message: str
+) -> None:
+    fields = json.dumps({"reason": reason, "message": message}, ensure_ascii=False)
+    results.add(index, f'"error": {fields}')
+    faults.append(f"line {index + 1} has no vector: {message}")
 
 
 def _fields_of(vector: messages.EmbedResponse) -> str:
@@ -186,7 +210,15 @@ class _Requests:
         self._parameters = parameters
         self._done = done
         self._total = total
+        self._longest = (0, 0)  # the bytes and the place of the longest line that was sent
         self.error: ConfigError | None = None
+
+    def too_large(self, error: CallError) -> int | None:
+        """Return the place of the line that the server has not taken because a message was larger
+        than it takes; None if the call's ``error`` is another one. Such a line is a message of its
+        own."""
+        is_size = error.code is StatusCode.RESOURCE_EXHAUSTED and error.reason == TOO_LARGE
+        return self._longest[1] if is_size and self._longest[0] > PART_BYTES else None
 
     def __iter__(self) -> Iterator[messages.EmbedStreamRequest]:
         yield messages.EmbedStreamRequest(parameters=self._parameters)
@@ -211,14 +243,15 @@ class _Requests:
         """Yield the lines that have no result, with their places.
 
         Raises:
-            ConfigError: the file cannot be read, or a line is not UTF-8.
+            ConfigError: the file cannot be read, or has changed.
         """
         try:
             with open(os.path.expanduser(self._file), "rb") as opened:
                 for index, line in zip(range(self._total), opened, strict=False):
                     if index not in self._done:
+                        self._longest = max(self._longest, (len(line), index))
                         yield index, line.removesuffix(b"\n").decode()
         except OSError as error:
             raise ConfigError(f"--file {self._file} cannot be read: {error.strerror}") from None
         except UnicodeError:
-            raise ConfigError(f"line {index + 1} of {self._file} is not UTF-8") from None
+            raise ConfigError(f"{self._file} has changed while it was read") from None

@@ -76,6 +76,8 @@ class ResultsFile:
         self.done = Indices()
         self.noted: dict[str, Any] = {}
         self._about = json.loads(json.dumps(about))
+        if self.path.exists() and not self.path.is_file():
+            raise ConfigError(f"{path} is no regular file")  # a pipe or a device keeps no results
         try:
             self._file: FileIO = self.path.open("ab", buffering=0)
         except OSError as error:
