@@ -13,6 +13,8 @@ task of its own reads each stream. It only waits for messages, and is cancelled 
 The values of a request's lists and maps are counted in its bytes, as by the server, before objects
 are made of them: a message of millions would stop the proxy for every client. Rule: requests over
 `SMALL_BYTES` are parsed in a thread, one at a time; the thread shares no objects.
+
+Serve passes one message of a request. A method whose request is a stream is refused by its name.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from engine.errors import InvalidRequest, NoWorkers, Overloaded, TrioletError, WorkerLost
+from engine.errors import (
+    InvalidRequest,
+    NoWorkers,
+    Overloaded,
+    TrioletError,
+    Unsupported,
+    WorkerLost,
+)
 from grpc_service._generated.triolet.v1 import inference_pb2_grpc
 from grpc_service._generated.triolet.v1.count_limits import COUNT_LIMITS
 from grpc_service.access.decoding import SMALL_BYTES
@@ -49,6 +58,7 @@ SERVES_OWN: dict[grpc.StatusCode, Callable[[], TrioletError]] = {
 }
 READ_ONCE = ("peer", "auth_context", "peer_identities", "peer_identity_key")
 CODES = {code.value[0]: code for code in grpc.StatusCode}
+INSTEAD = {"EmbedStream": "Embed"}  # for methods whose requests are streams
 JUDGES = judges_of(INFERENCE, COUNT_LIMITS)
 
 
@@ -85,6 +95,8 @@ class _Handler(grpc.GenericRpcHandler):
         if handler is None:
             return None
         name = details.method.rpartition("/")[2]
+        if handler.request_streaming:
+            return handler._replace(request_deserializer=None, stream_stream=_refusing(name))
         read = partial(self._read, partial(_parse, name, handler.request_deserializer))
         handler = handler._replace(request_deserializer=None)
         if handler.response_streaming:
@@ -111,6 +123,16 @@ def _parse(name: str, parse: Callable[[bytes], Any], data: bytes) -> Any:
         return parse(data)
     except DecodeError:
         raise InvalidRequest([], message=f"the bytes sent are no request of {name}") from None
+
+
+def _refusing(name: str) -> Stream:
+    async def refuse(_: Any, context: Any) -> AsyncIterator[bytes]:
+        what = f"{name} is not served behind Ray Serve, which passes on one message of a request"
+        _Call(context).fail(Unsupported(f"{what}; send {INSTEAD[name]} requests"))
+        return
+        yield
+
+    return refuse
 
 
 def _stream(serve: Stream, read: Read) -> Stream:

@@ -3,6 +3,7 @@ the wrapper of Serve's handlers on a server of grpc's."""
 
 import asyncio
 import contextlib
+import re
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from engine.api import aio
 from engine.errors import InvalidRequest, RequestNotFound, ShuttingDown, Unsupported, WorkerLost
 from engine.worker.fakes.text import FakeScript
 from grpc_service._generated.triolet.v1 import (
+    classes_pb2,
     common_pb2,
     images_pb2,
     inference_pb2,
@@ -22,9 +24,15 @@ from grpc_service._generated.triolet.v1 import (
     vectors_pb2,
 )
 from grpc_service.ray.answers import Answers
-from grpc_service.ray.ingress import REMAINING_KEY, SERVES_OWN, add_inference
-from grpc_service.services import encode_codec, image_generation_codec, text_codec
+from grpc_service.ray.ingress import INSTEAD, REMAINING_KEY, SERVES_OWN, add_inference
+from grpc_service.services import (
+    classify_codec,
+    encode_codec,
+    image_generation_codec,
+    text_codec,
+)
 from grpc_service.services.error_status import status_of
+from grpc_service.services.methods import INFERENCE
 from tests.support.bodies import run_by
 from tests.support.facades import open_fake
 from tests.support.wire import broken_fields, generate_request, reason
@@ -82,6 +90,8 @@ async def test_refusals_are_the_engines(answers, engine):
         await all_of(answers.attach(common_pb2.AttachRequest(request_id="a"), None))
     with pytest.raises(InvalidRequest):
         await all_of(answers.embed(vectors_pb2.EmbedRequest(inputs=[{}]), None))
+    with pytest.raises(InvalidRequest, match="inputs"):
+        await all_of(answers.classify(classes_pb2.ClassifyRequest(inputs=[{}]), None))
     with pytest.raises(InvalidRequest, match="prompt: is empty"):
         await all_of(answers.generate_image(images_pb2.GenerateImageRequest(), None))
 
@@ -90,12 +100,20 @@ DECODED = {
     "generate": (text_codec, "decode_generate", generate_request(prompt_ids=[1])),
     "embed": (encode_codec, "decode_embed", vectors_pb2.EmbedRequest(inputs=[{"text": "a"}])),
     "rerank": (encode_codec, "decode_rerank", vectors_pb2.RerankRequest(query="q")),
+    "classify": (
+        classify_codec,
+        "decode_classify",
+        classes_pb2.ClassifyRequest(inputs=[{"text": "a"}]),
+    ),
     "generate_image": (
         image_generation_codec,
         "decode_generate_image",
         images_pb2.GenerateImageRequest(prompt="a"),
     ),
 }
+
+
+ENGINES_CALLS = ("generate", "embed", "rerank", "classify", "draw")
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -113,7 +131,7 @@ def test_decoding_a_request_takes_from_its_timeout(name, monkeypatch):
         raise ShuttingDown("enough was seen")
 
     monkeypatch.setattr(codec, function, decode_slowly)
-    engine = SimpleNamespace(**dict.fromkeys(("generate", "embed", "rerank", "draw"), begin))
+    engine = SimpleNamespace(**dict.fromkeys(ENGINES_CALLS, begin))
     for remaining_s in (100.0, None):
         with pytest.raises(ShuttingDown):
             asyncio.run(all_of(getattr(Answers(engine), name)(request, remaining_s)))
@@ -288,6 +306,30 @@ def test_a_request_is_counted_and_read_before_serve_has_it():
         assert served == [large]
 
     serve(body, stream, unary, of_channel=True)
+
+
+def test_a_request_that_is_a_stream_is_refused_by_its_name():
+    """The old fault: the call reached Serve's stand-in for the service, which knows no status."""
+    streams = [one.name for one in INFERENCE.methods if one.client_streaming]
+    assert streams == [*INSTEAD] == ["EmbedStream"]
+
+    async def body(stub):
+        message = vectors_pb2.EmbedStreamRequest(parameters={"model": "m"})
+        for requests in ([], [message], [message] * 100):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await all_of(stub.EmbedStream(iter(requests)))
+            assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert reason(failed.value) == Unsupported.reason
+            assert failed.value.details().startswith("EmbedStream is not served behind Ray Serve")
+
+    serve(body)
+
+
+@in_engine()
+async def test_every_other_method_has_its_answer(answers, engine):
+    for method in INFERENCE.methods:
+        name = re.sub(r"\B([A-Z])", r"_\1", method.name).lower()
+        assert hasattr(answers, name) is not method.client_streaming
 
 
 def test_a_failure_of_serves_own_gets_details():
