@@ -22,6 +22,7 @@ from engine.worker.fakes.text import FakeScript
 from tests.simulator.determinism import run_deterministically
 from tests.simulator.embed_streams import ENDS, draw, run_world
 from tests.simulator.mutants import Mutant, planted
+from tests.simulator.workload import draw_world
 from tests.support.virtual_engine import fake_engine, read_all
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -118,6 +119,29 @@ def test_the_worlds_have_every_end():
     assert {world.end for world in worlds} == set(ENDS)
     assert {0, 1} <= {len(world.items) for world in worlds}
     assert any(world.others for world in worlds)
+
+
+def test_worlds_of_every_kind_draw_streams_with_every_end():
+    worlds = [draw_world(seed, num_requests=60) for seed in range(80)]
+    fed = [
+        (client, world)
+        for world in worlds
+        for client in world.clients
+        if isinstance(client.request, EmbedStreamRequest)
+    ]
+    ends = {
+        "leaves": any(one.leave_after is not None for one, _ in fed),
+        "is cancelled": any(one.cancel_at_s is not None and not one.aborts for one, _ in fed),
+        "is aborted": any(one.aborts for one, _ in fed),
+        "stalls": any(one.stall_after is not None for one, _ in fed),
+        "has a deadline": any(one.request.timeout_s is not None for one, _ in fed),
+        "breaks its own side": any(one.must_fail for one, _ in fed),
+        "sees a drain": any(world.drain_at_s is not None for _, world in fed),
+        "sees deaths": any(world.pool.death_share for _, world in fed),
+        "is over the wire": any(one.over_wire for one, _ in fed),
+        "is in process": any(not one.over_wire for one, _ in fed),
+    }
+    assert [end for end, is_drawn in ends.items() if not is_drawn] == []
 
 
 @pytest.mark.slow

@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from engine.core.text.types import Constraint
 from engine.requests.encode.classify_values import ClassifyRequest
-from engine.requests.encode.values import EmbedRequest, RerankRequest
+from engine.requests.encode.values import EmbedRequest, EmbedStreamRequest, RerankRequest
 from engine.requests.image_generation.values import DrawRequest
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import (
@@ -20,6 +20,14 @@ from engine.requests.text.values import (
 from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
 
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
+AnyRequest: TypeAlias = (
+    GenerateRequest
+    | EmbedRequest
+    | EmbedStreamRequest
+    | RerankRequest
+    | ClassifyRequest
+    | DrawRequest
+)
 Families = tuple[tuple[int, ...], ...]
 
 FORMS, BAD_FORM = tuple(f"form {number}" for number in range(12)), "bad"
@@ -45,7 +53,7 @@ class Client:
     """
 
     arrival_s: float
-    request: GenerateRequest | EmbedRequest | RerankRequest | ClassifyRequest | DrawRequest
+    request: AnyRequest
     buffer: int
     delay_s: float = 0.0
     leave_after: int | None = None

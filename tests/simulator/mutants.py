@@ -494,6 +494,56 @@ MUTANTS = (
         "encode_texts([*texts.values()][::-1], prompt_name)",
     ),
     Mutant(
+        "labels go to other inputs of their request",
+        encode_stream.EncodeStream.push,
+        "Classification(event.index,",
+        "Classification(self.num_inputs - 1 - event.index,",
+    ),
+    Mutant(
+        "a pair is read the wrong way round",
+        prepare_inputs.InputPreparer._tokenize_inputs,
+        "encode_pairs(first, [second])",
+        "encode_pairs(second, [first])",
+    ),
+    Mutant(
+        "pairs get each other's labels",
+        prepare_inputs.InputPreparer._tokenize_inputs,
+        "for place, (first, second) in pairs.items()",
+        "for place, (first, second) in zip(pairs, [*pairs.values()][::-1])",
+    ),
+    Mutant(
+        "labels come by the model's own activation",
+        prepare_inputs._options_of,
+        "else request.activation",
+        'else ""',
+    ),
+    Mutant(
+        "all labels come, however few were asked for",
+        prepare_inputs._options_of,
+        "top_k=request.top_k,\n            activation",
+        "top_k=None,\n            activation",
+    ),
+    Mutant(
+        "entities have the labels of their tokens, whatever the aggregation",
+        encode_stream.EncodeStream._take,
+        "if options.aggregation in GROUPED:",
+        "if False:",
+    ),
+    Mutant(
+        "the result for a request that has ended goes to the next one in the step",
+        one_choice.OneChoiceCore._commit,
+        "step.rows, result.rows",
+        "[row for row in step.rows if not row[0].is_ended] + "
+        "[row for row in step.rows if row[0].is_ended], result.rows",
+        owner=encode_scheduler.EncodeScheduler,
+    ),
+    Mutant(
+        "a user sees the parts of streams",
+        supervisor.Supervisor.list_live,
+        "(stream.is_closed or stream.is_part)",
+        "stream.is_closed",
+    ),
+    Mutant(
         "a sparse vector has all its weights",
         prepare_inputs._options_of,
         "top_k=request.top_k,\n        threshold",

@@ -36,6 +36,7 @@ from engine.errors import (
 from engine.replica.replica import AnyRunner, ProcessWorker
 from engine.requests.detached import DetachedStreams
 from engine.requests.encode.prepare import InputPreparer
+from engine.requests.encode.values import EmbedStreamRequest
 from engine.requests.image_generation.prepare import ImageGenerationPreparer
 from engine.requests.image_generation.values import DrawRequest
 from engine.requests.quota import Origin, Quota
@@ -50,7 +51,16 @@ from engine.worker.fakes.text import FakeScript
 from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tests.simulator import adapters, counting, http_door, pool_faults, resumption, thinking, vision
+from tests.simulator import (
+    adapters,
+    counting,
+    embed_feeds,
+    http_door,
+    pool_faults,
+    resumption,
+    thinking,
+    vision,
+)
 from tests.simulator import image_generation_clients as drawings
 from tests.simulator.bill_watch import BillWatch
 from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
@@ -119,12 +129,14 @@ def _reader_of(client: Client, num_clients: int) -> Reader:
             return drawings.DrawReader(client)
         case counting.Count():
             return ListReader(client)
+        case EmbedStreamRequest():
+            return embed_feeds.FeedReader(client)
     return EncodeReader(client)
 
 
 class Simulation:
     """One world's run. ``over_http``: the clients over the wire come by the HTTP port, except those
-    that may attach to their streams."""
+    that may attach to their streams, and those that send streams."""
 
     def __init__(self, world: World, *, over_http: bool = False) -> None:
         self.world = world
@@ -168,7 +180,8 @@ class Simulation:
             Violation, or whatever the engine raised.
         """
         files = drawings.slow_files(self._threads.note_sleep, 2.5 * self.world.step_s)
-        with self._watch.watch_schedulers(), self._bills.watch_loops(), files:
+        windows = embed_feeds.small_windows()
+        with self._watch.watch_schedulers(), self._bills.watch_loops(), files, windows:
             try:
                 run_deterministically(self._main, self.world.seed)
             finally:
@@ -676,7 +689,9 @@ class Simulation:
         await trio.sleep(self.world.latency_s)
         if isinstance(reader, TextReader):
             reader.heard_at = trio.current_time()
-        if self._over_http and getattr(client.request, "resume_window_s", None) is None:
+        is_grpcs_own = isinstance(client.request, EmbedStreamRequest)
+        is_grpcs_own |= getattr(client.request, "resume_window_s", None) is not None
+        if self._over_http and not is_grpcs_own:
             return await self._ask(engine, backend, reader)
         holder = self._holders[round(1e6 * client.arrival_s) % len(self._holders)]
         holder.enter()

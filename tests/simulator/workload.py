@@ -16,6 +16,7 @@ from tests.simulator import (
     adapters,
     background,
     counting,
+    embed_feeds,
     pool_faults,
     progress,
     resumption,
@@ -197,6 +198,8 @@ def draw_world(
         clients = progress.ask(seed, clients)
     if background.FAULT in active:
         clients = background.ask(seed, clients)
+    if num_encodes:
+        clients = embed_feeds.feed_inputs(seed, clients, active, step_s)
     beside: Any = counting if counting.FAULT in active else drawings
     if beside.FAULT in active:
         config = drawings.add(seed, config, beside.MODEL)
