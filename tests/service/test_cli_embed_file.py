@@ -148,7 +148,7 @@ def test_one_command_at_a_time_writes_an_output_and_none_by_other_options(server
     before = out.read_bytes()
     for more in (["--precision", "ubinary"], ["--model", "sparse"], ["--file", tmp_path / "other"]):
         assert main([*argv, *map(str, more)]) == 2
-        assert "has results of another input, or by other options" in capsys.readouterr().err
+        assert "remove it and out.resume to begin anew" in capsys.readouterr().err
     assert out.read_bytes() == before
     assert main(argv) == 0
     assert set(lines_of(out)) == set(range(20_000))

@@ -315,7 +315,7 @@ def test_a_request_that_is_a_stream_is_refused_by_its_name():
 
     async def body(stub):
         message = vectors_pb2.EmbedStreamRequest(parameters={"model": "m"})
-        for requests in ([], [message], [message] * 100):
+        for requests in ([], [message]):
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await all_of(stub.EmbedStream(iter(requests)))
             assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
