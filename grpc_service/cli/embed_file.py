@@ -16,7 +16,6 @@ import time
 from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
-from grpc import StatusCode
 
 from engine.errors import ConfigError, RequestTooLarge
 from engine.requests.encode.values import MAX_INPUTS
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 PART_BYTES = 2**16  # of the lines of a message. Guess: a usual window
 READ_BYTES = 2**20
 PAUSE_S = 1.0  # before another call, if the server does not say how long
-TOO_LARGE = RequestTooLarge.reason
 FAULTS_SHOWN = 5  # lines without a vector that are named
 
 
@@ -217,7 +215,7 @@ class _Requests:
         """Return the place of the line that the server has not taken because a message was larger
         than it takes; None if the call's ``error`` is another one. Such a line is a message of its
         own."""
-        is_size = error.code is StatusCode.RESOURCE_EXHAUSTED and error.reason == TOO_LARGE
+        is_size = error.reason == RequestTooLarge.reason and not error.violations
         return self._longest[1] if is_size and self._longest[0] > PART_BYTES else None
 
     def __iter__(self) -> Iterator[messages.EmbedStreamRequest]:

@@ -175,8 +175,8 @@ def test_other_kinds_and_precisions_and_errors_of_lines(server, tmp_path, capsys
 
 
 def test_a_line_that_no_message_has_room_for_has_an_error_of_its_own(server, tmp_path, capsys):
-    """The old fault: the command tried again for a minute, failed without a word on the line, and
-    failed alike when it was to go on."""
+    """The old fault: the command failed without a word on the line, and failed alike when it was to
+    go on."""
     lines = [f"line {number}" for number in range(3000)]
     for place in (0, 1500, 1501, 2999):
         lines[place] = "x" * (5 * 2**20 + place)
