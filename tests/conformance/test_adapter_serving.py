@@ -26,7 +26,7 @@ from grpc_service.client import stubs
 from tests.conformance.test_hybrid import KINDS
 from tests.support.adapters import peft_model, places_of, write_by_hand
 from tests.support.server import real
-from tests.support.wire import broken_fields, error_of, generate, list_models, reason
+from tests.support.wire import broken_fields, error_of, generate, list_models, reason, wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft warns
@@ -305,6 +305,13 @@ class Asker(threading.Thread):
                 self.wrong.append((name, heard.ids()))
 
 
+def memory_of(channel):
+    """Return the bytes of each ready model and adapter, by name."""
+    listed = list_models(channel)
+    assert {one.state for one in listed} == {pb.MODEL_STATE_READY}
+    return {one.name: one.memory_bytes for one in listed}
+
+
 def churn(base, written, wanted, seconds):
     """Load, replace and unload adapters under 50 streams, and count rounds and answers."""
     by_name = [wanted[f"base:{name}"] for name in NAMES]
@@ -322,6 +329,8 @@ def churn(base, written, wanted, seconds):
         model=base,
     ) as server:
         models = stubs.ModelsStub(server.channel)
+        first = memory_of(server.channel)
+        alone = first["base"] - first["base:a"] - first["base:new"]
         until = time.monotonic() + seconds
         askers = [Asker(server.channel, wanted, until, seed) for seed in range(50)]
         rounds = 0
@@ -339,16 +348,15 @@ def churn(base, written, wanted, seconds):
             asker.join(90)
             assert not asker.is_alive()
         assert not [one for asker in askers for one in asker.wrong][:3]
-        listed = {one.name: one for one in list_models(server.channel)}
+        listed = memory_of(server.channel)
         assert sorted(listed) == ["base", "base:a", "base:new"]
-        assert listed["base:a"].state == listed["base"].state
-        whole = listed["base"].memory_bytes
+        held = alone + listed["base:a"] + listed["base:new"]
+        # replaced versions are unloaded after the answers that held them
+        wait_until(lambda: memory_of(server.channel)["base"] == held, what="old versions are gone")
         for name in ("base:a", "base:new"):
-            own = listed[name].memory_bytes
+            held -= listed[name]
             models.UnloadAdapter(pb.UnloadAdapterRequest(model=name), timeout=60)
-            whole -= own
-            [left] = [one for one in list_models(server.channel) if one.name == "base"]
-            assert left.memory_bytes == whole, "bytes are lost"
+            assert memory_of(server.channel)["base"] == held, "bytes are lost"
         for directory in ("../llama", "/etc", ".", "a/../../llama"):
             bad = pb.LoadAdapterRequest(model="base:q", directory=directory)
             error = error_of(lambda bad=bad: models.LoadAdapter(bad, timeout=10))
