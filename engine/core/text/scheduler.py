@@ -184,25 +184,19 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
     def _builder(self, now: float, *, gives_way: bool = True) -> StepBuilder:
         """Return a builder for one step. The budget of its prompt tokens is halved by running out
         of memory (D17). Without ``gives_way``, background work runs beside what else there is."""
+        ledger, limit, note = self._ledger, self._prompt_limit, self._note_preemption
         builder: StepBuilder
-        if self._shares.is_counted or now < self._shared_until:
-            builder = self._shared_builder(now)
+        if self._shares.is_contested or now < self._shared_until:
+            builder = SharedStepBuilder(ledger, now, self._times, limit, note)
         else:
-            builder = StepBuilder(self._ledger, now, self._prompt_limit, self._note_preemption)
+            # steps of a single holder, beside others at other replicas, are as long as of one
+            builder = StepBuilder(ledger, now, limit, note)
+            if self._shares.is_counted:
+                builder.share()
         if self._pause is not None:  # what has begun goes on to its end, even after a preemption
             builder.only_begun = True
         if self._ledger.num_background and gives_way and self._ledger.background_gives_way():
             builder.leave_out_background()
-        return builder
-
-    def _shared_builder(self, now: float) -> StepBuilder:
-        """Return a builder for a step that holders pay for. Steps of a single holder, beside others
-        at other replicas, are as long as those of one."""
-        ledger, limit, note = self._ledger, self._prompt_limit, self._note_preemption
-        if self._shares.is_contested or now < self._shared_until:
-            return SharedStepBuilder(ledger, now, self._times, limit, note)
-        builder = StepBuilder(ledger, now, limit, note)
-        builder.share()
         return builder
 
     def _prompt_limit(self, num_decodes: int) -> int:

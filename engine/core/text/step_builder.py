@@ -366,23 +366,15 @@ class StepBuilder:
             if seq.is_late(self._now):
                 continue  # its deadline is about to end the sequence, so it is never started (D18)
             matched = admission.match(ledger, seq)
-            if self._is_next_block_pending(seq, matched):
-                continue  # the sequence waits for one step; then the block is a cache hit
+            pending = (self._step.pending_keys, self._executing_keys)
+            if any(pending) and any(admission.next_key(ledger, seq, matched) in x for x in pending):
+                continue  # a step computes its next block, which is then a cache hit (D5)
             if admission.shortfall(ledger, seq, matched) > 0:
                 return False
             self._start(seq, matched)
             if seq.state is State.WAITING:
                 return True  # the step has no room for the sequence's next image
         return True
-
-    def _is_next_block_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
-        """Return whether a row of this plan, or of the executing one, computes the first block that
-        ``seq`` lacks (D5)."""
-        here, executing = self._step.pending_keys, self._executing_keys
-        if not here and not executing:
-            return False
-        key = admission.next_key(self._ledger, seq, matched)
-        return key in here or key in executing
 
     def _start(self, seq: Sequence, matched: tuple[BlockId, ...]) -> None:
         """Start a waiting sequence: share its cached prefix and plan its first chunk. The caller
