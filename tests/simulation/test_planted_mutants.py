@@ -4,6 +4,8 @@ from functools import cache
 
 import pytest
 
+from engine.core.common.one_choice import OneChoiceCore
+from engine.core.encode.scheduler import EncodeScheduler
 from tests.simulator.mutants import MUTANTS, Mutant, find, planted, shows
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -26,14 +28,17 @@ def test_a_planted_bug_is_found(mutant):
 def test_a_mutant_whose_source_has_gone_is_an_error():
     gone = Mutant("gone", Mutant.__eq__, "no such text", "")
     stale = Mutant("stale", find, "no such text", "")
-    for mutant in (gone, stale):
+    hidden = Mutant("hidden", OneChoiceCore._commit, "", "", owner=EncodeScheduler)
+    for mutant in (gone, stale, hidden):
         with pytest.raises((LookupError, OSError)), planted(mutant):
             pass
 
 
 def test_a_bug_is_gone_with_its_block():
-    mutant = MUTANTS[0]
-    owner, name = mutant.get_owner(), mutant.function.__name__
-    with planted(mutant):
-        assert getattr(owner, name) is not mutant.function
-    assert getattr(owner, name) is mutant.function
+    inherited = next(one for one in MUTANTS if one.function.__name__ not in vars(one.get_owner()))
+    for mutant in (MUTANTS[0], inherited):
+        owner, name = mutant.get_owner(), mutant.function.__name__
+        before = dict(vars(owner))
+        with planted(mutant):
+            assert getattr(owner, name) is not mutant.function
+        assert vars(owner) == before

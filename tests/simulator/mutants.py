@@ -870,7 +870,6 @@ MUTANTS = (
         "live.credit.mark_starved()",
         "pass",
         seed=15,
-        owner=image_scheduler.ImageGenerationScheduler,
     ),
     Mutant(
         "a drawing that has not begun begins in a pause",
@@ -1347,8 +1346,14 @@ MUTANTS = (
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Plant the bug for the time of the block."""
+    """Plant the bug for the time of the block.
+
+    Raises:
+        LookupError: The owner calls another function by this name, or the source lacks the piece.
+    """
     original, owner = mutant.function, mutant.get_owner()
+    if getattr(owner, original.__name__) is not original:
+        raise LookupError(f"{mutant.title}: {owner} has another {original.__name__}")
     source = textwrap.dedent(inspect.getsource(original))
     if source.count(mutant.old) != 1:
         raise LookupError(f"{mutant.title}: {source.count(mutant.old)} × {mutant.old!r}")
@@ -1357,11 +1362,15 @@ def planted(mutant: Mutant) -> Iterator[None]:
     # A function compiled outside its class has no `__class__` for a bare super().
     changed = changed.replace("super()", f"super({owner.__name__}, self)")
     exec(compile(changed, f"<{mutant.title}>", "exec"), original.__globals__, space)
+    is_own = original.__name__ in vars(owner)
     setattr(owner, original.__name__, space[original.__name__])
     try:
         yield
     finally:
-        setattr(owner, original.__name__, original)
+        if is_own:
+            setattr(owner, original.__name__, original)
+        else:
+            delattr(owner, original.__name__)
 
 
 def shows(mutant: Mutant, seed: int) -> BaseException | None:
