@@ -456,7 +456,7 @@ MUTANTS = (
         encode_scheduler.EncodeScheduler._step_failed,
         "self._suspects += [row for row in step.rows if not row[0].is_ended]",
         "pass",
-        seed=8,
+        seed=26,
     ),
     Mutant(
         "an encode request that has not begun begins in a pause",
@@ -899,6 +899,27 @@ MUTANTS = (
         "self._ended.append(live.sequence)",
         "pass",
         seed=1,
+    ),
+    Mutant(
+        "drawings of the holder that is ahead go first",
+        turns.Seats.next_in_turn,
+        "self._shares.in_order()",
+        "reversed(self._shares.in_order())",
+        seed=10,
+    ),
+    Mutant(
+        "drawings cost their holder nothing",
+        turns.TurnsCore._choose,
+        "self.shares.charge(prices)",
+        "pass",
+        seed=15,
+    ),
+    Mutant(
+        "a holder without a drawing that goes on gets no seat beside those of others",
+        turns.Seats._next_to_seat,
+        "if has_room or seats[first] < part",
+        "if has_room",
+        seed=14,
     ),
     Mutant(
         "a cancelled drawing keeps its seat",
