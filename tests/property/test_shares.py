@@ -75,7 +75,8 @@ def test_busy_holders_have_equal_shares_for_their_weights(
                 else:  # it comes back after five steps, with nothing saved up
                     for other in [one for one, index in live.items() if index == live[name]]:
                         busy.driver.cancel(other)
-        assert busy.step() is not None
+        is_idle = busy.driver.scheduler.is_idle  # the last holder may have gone
+        assert (busy.step() is None) == is_idle
         ended = {name for name, choice in busy.driver.finished}
         for name in sorted(live.keys() & ended):
             index = live.pop(name)
