@@ -103,9 +103,10 @@ class Preprocessor(Protocol):
         """Return a black image, to warm up with."""
 
 
-def digest_of(data: bytes) -> bytes:
-    """Return the digest of an image file."""
-    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+def digest_of(data: bytes, owner: str = "") -> bytes:
+    """Return the digest of an image file, which is another one for each ``owner``."""
+    digest = blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return digest_of(digest + owner.encode("utf-8", "surrogatepass")) if owner else digest
 
 
 def digest_of_piece(digest: bytes, number: int) -> bytes:

@@ -14,6 +14,7 @@ from engine.errors import InvalidRequest, Overloaded, RequestTooLarge, TrioletEr
 from engine.requests import image_memory
 from engine.requests.encode.values import Embedding, EmbedRequest
 from engine.requests.image_memory import ImageMemory
+from engine.requests.quota import Origin, Quota
 from engine.requests.readers import Leaving
 from engine.requests.text.chat_values import Chat
 from engine.requests.text.values import GenerateRequest
@@ -25,9 +26,10 @@ from tests.simulator.determinism import run_deterministically
 from tests.simulator.encode_oracle import image_file
 from tests.simulator.mutants import Mutant, planted
 from tests.support.bodies import run_by
-from tests.support.virtual_engine import SilentReader, fake_engine
+from tests.support.virtual_engine import SilentReader, fake_engine, read_all
 
 DECODE_S, STEP_S = 0.1, 0.01
+ONE = {"max_tokens": 1}
 PIXELS = [bytes([number, 7] * 24) for number in range(200)]
 FILES = [image_file(pixels) for pixels in PIXELS]
 MODEL = ModelConfig("clip", capability=Capability.IMAGE_EMBEDDING)
@@ -149,6 +151,37 @@ async def test_images_of_a_request_whose_client_is_away_keep_no_other_waiting(*,
             assert lost.reason is EndReason.CANCELLED
         await engine.wait_idle()
         assert not memory.num_bytes
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@run_by(run_deterministically, 0)
+async def test_no_time_tells_a_holder_which_images_others_have_sent(*, shares):
+    """Red if holders share decoded images, or images' encodings."""
+    script, runners = FakeScript(step_s=STEP_S, decode_s=DECODE_S), []
+    parts = [{"type": "image", "image": FILES[0]}, {"type": "text", "text": "<5>"}]
+    asked = GenerateRequest(chat=Chat(({"role": "user", "content": parts},)), sampling=ONE)
+
+    async def seconds(engine, holder):
+        started = trio.current_time()
+        stream = engine.submit(asked, buffer=9, origin=Origin(quota=Quota(holder)))
+        await read_all(stream)
+        assert stream.error is None
+        took = trio.current_time() - started
+        await engine.wait_idle()
+        return took, runners[0].tower.num_encoded
+
+    def make(script):
+        runners.append(FakeRunner(script=script, sees=True))
+        return runners[-1]
+
+    async with fake_engine(script, make, share_prefixes=shares) as engine:
+        first, _ = await seconds(engine, "ann")
+        again, num_encoded = await seconds(engine, "ann")
+        assert again < first - DECODE_S / 2
+        assert num_encoded == 1
+        theirs, num_encoded = await seconds(engine, "ben")
+        assert theirs == pytest.approx(again if shares else first)
+        assert num_encoded == (1 if shares else 2)
 
 
 @in_engine()

@@ -50,8 +50,8 @@ def prompt_of(request: GenerateRequest) -> tuple[int, ...]:
     return ids[:limit] if request.prompt.truncate_left is False else ids[len(ids) - limit :]
 
 
-def _read_chat(chat: Chat) -> Iterator[tuple[int, bytes]]:
-    """Yield a chat's tokens; those of an image with its digest, others with b""."""
+def _read_chat(chat: Chat, owner: str = "") -> Iterator[tuple[int, bytes]]:
+    """Yield a chat's tokens; those of an image with its digest for ``owner``, others with b""."""
     encode = FakeTokenizer().encode
     for number, message in enumerate(chat.messages):
         content = message["content"]
@@ -62,13 +62,13 @@ def _read_chat(chat: Chat) -> Iterator[tuple[int, bytes]]:
                 yield from ((token, b"") for token in encode(part["text"]))
             else:
                 count = num_tokens_of(pixels_in(part["image"]))
-                yield from [(IMAGE_ID, digest_of(part["image"]))] * count
+                yield from [(IMAGE_ID, digest_of(part["image"], owner))] * count
 
 
-def _contents_of(request: GenerateRequest) -> list[bytes]:
+def _contents_of(request: GenerateRequest, owner: str) -> list[bytes]:
     """Return for each token of the prompt the digest of its image; b"" for text."""
     if request.chat is not None and next(request.chat.images, None) is not None:
-        return [digest for _, digest in _read_chat(request.chat)]
+        return [digest for _, digest in _read_chat(request.chat, owner)]
     return [b""] * len(prompt_of(request))
 
 
@@ -87,9 +87,11 @@ def expected_output(
     has_ends: bool,
     adapter: str = "",
     markers: Mapping[int, str] = NO_MARKERS,
+    owner: str = "",
 ) -> Expected:
-    """Return the fake model's output for one choice, with an adapter of this digest. ``markers``
-    are the texts of some ids; the first that closes the reasoning is forced.
+    """Return the fake model's output for one choice of a request of the holder ``owner``, with an
+    adapter of this digest. ``markers`` are the texts of some ids; the first that closes the
+    reasoning is forced.
 
     No request may have both stop strings and min_tokens: its end would depend on how text is held
     back, which is not modelled here.
@@ -101,7 +103,7 @@ def expected_output(
     stop_ids = set(asked.stop_token_ids) | (set() if asked.ignore_eos else {EOS})
     tokens, text, thought = [], "", Thinking(request)
     digest = first_digest(adapter)
-    for token, content in zip(prompt, _contents_of(request), strict=True):
+    for token, content in zip(prompt, _contents_of(request, owner), strict=True):
         digest = digest_after(digest, token, content)
     while True:
         token = next_token(digest, asked.seed, choice)

@@ -868,11 +868,11 @@ class Simulation:
             raise Violation(f"{generation}: negative seconds: {generation.account(0.0)}")
         is_whole = not reason and not reader.has_left
         if isinstance(reader, TextReader) and reader.prompt_tokens is not None:
-            self._check_output(reader, is_whole=is_whole)
+            self._check_output(reader, generation.origin.holder, is_whole=is_whole)
         elif is_whole:
             reader.check_whole()
 
-    def _adapter_of(self, reader: TextReader, request: GenerateRequest) -> str:
+    def _adapter_of(self, reader: TextReader, request: GenerateRequest, owner: str) -> str:
         """Return the digest of the adapter that computed a request: of all that its name stood for
         while it ran, the one whose tokens it got."""
         if request.model not in (*adapters.NAMES, adapters.ALIAS):
@@ -888,6 +888,7 @@ class Simulation:
                     has_ends=self.world.has_ends,
                     adapter=digest,
                     markers=self._markers,
+                    owner=owner,
                 )
                 for choice in reader.tokens
             ]
@@ -896,7 +897,7 @@ class Simulation:
                 return digest
         raise Violation(f"{request.request_id}: tokens of no content that its name stood for")
 
-    def _check_output(self, reader: TextReader, *, is_whole: bool) -> None:
+    def _check_output(self, reader: TextReader, owner: str, *, is_whole: bool) -> None:
         """Check that each choice got the start of its expected output, or all of it."""
         request = reader.client.request
         assert isinstance(request, GenerateRequest)
@@ -904,12 +905,17 @@ class Simulation:
         name = request.request_id
         if reader.prompt_tokens != len(prompt_of(request)):
             raise Violation(f"{name}: started with {reader.prompt_tokens} tokens")
-        adapter, has_ends = self._adapter_of(reader, request), self.world.has_ends
+        adapter, has_ends = self._adapter_of(reader, request, owner), self.world.has_ends
         for choice in range(request.n or 1):
             got = reader.tokens.get(choice, [])
             end = reader.finished.get(choice)
             expected = expected_output(
-                request, choice, has_ends=has_ends, adapter=adapter, markers=self._markers
+                request,
+                choice,
+                has_ends=has_ends,
+                adapter=adapter,
+                markers=self._markers,
+                owner=owner,
             )
             text = echo + expected.text
             if tuple(got) != expected.tokens[: len(got)]:

@@ -35,6 +35,13 @@ def test_an_image_is_decoded_once_for_each_way_to_read_it():
     assert first.num_decoded == 2
 
 
+def test_an_image_is_kept_for_its_owner_alone():
+    kept, one = KeptImages(), Counted()
+    owners = ("", "ann", "ben", "ann", "")
+    digests = {kept.read(one.preprocessor, FILES[0], owner=owner).digest for owner in owners}
+    assert len(digests) == one.num_decoded == 3
+
+
 def test_what_is_kept_is_bounded_and_the_oldest_goes_first():
     one = Counted()
     kept = KeptImages(2 * one.preprocessor.max_bytes)

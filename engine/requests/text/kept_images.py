@@ -1,8 +1,10 @@
 """Keeps decoded images, so that an image which comes again is not decoded again.
 
-Rule: an image is found by the digest of its file and the model's image preprocessor. The kept
-images have at most `KEPT_BYTES_MAX` bytes, which each model that reads images includes in the
-memory that it reserves. The images that were unused for the longest go first.
+Rule 1: an image is found by the digest of its file and the model's image preprocessor, and by
+requests of one owner alone (`Assignment.cache_owner`): otherwise the time of an answer would tell a
+holder which images others have sent. Rule 2: the kept images have at most `KEPT_BYTES_MAX` bytes,
+which each model that reads images includes in the memory that it reserves. The images that were
+unused for the longest go first.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ class KeptImages:
         self._kept: OrderedDict[tuple[Preprocessor, bytes], ReadImage] = OrderedDict()
         self._lock = Lock()
 
-    def read(self, preprocessor: Preprocessor, data: bytes) -> ReadImage:
-        """Return the image in a file as a model reads it.
+    def read(self, preprocessor: Preprocessor, data: bytes, *, owner: str = "") -> ReadImage:
+        """Return the image in a file as a model reads it. The image's digest is the ``owner``'s
+        alone, so that the image's encoding is, too; "": all requests' without an owner.
 
         Raises:
             BadImage: `Preprocessor.read` cannot read the file.
         """
-        key = (preprocessor, digest_of(data))
+        key = (preprocessor, digest_of(data, owner))
         with self._lock:
             image = self._kept.get(key)
             if image is not None:

@@ -79,7 +79,7 @@ class VisionInput:
         await self.memory.take(
             num_bytes, assignment.held, assignment.core_id, assignment.spare_images
         )
-        read = partial(self._kept.read, preprocessor)
+        read = partial(self._kept.read, preprocessor, owner=assignment.cache_owner)
         chat = await self._read_each(chat, read, assignment.origin.party)
         assignment.report(Phase.TOKENIZE)
         return chat
