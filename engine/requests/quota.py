@@ -132,13 +132,8 @@ class Quota:
         urgent priority, and operates nothing. Names of different gateways never meet."""
         found = self._delegated.get(name)
         if found is None:
-            found = Quota(
-                f"{self.name}/{name}",
-                max_priority=self.max_priority,
-                weight=self.weight,
-                gateway=self,
-            )
-            self._delegated[name] = found
+            found = self._delegated[name] = Quota(f"{self.name}/{name}", gateway=self)
+        found.max_priority, found.weight = self.max_priority, self.weight  # may have changed
         return found
 
     def enter(self, count: int = 1) -> None:

@@ -274,6 +274,19 @@ def test_a_delegated_holder_has_its_gateways_weight_and_counts_against_its_limit
         found[0].counted.enter()
 
 
+def test_a_delegated_holder_with_a_request_follows_its_gateways_new_settings(tmp_path):
+    """Red if a busy holder keeps what its gateway had at its first call."""
+    path, key = tmp_path / "keys", ROLE_KEYS["gateway"]
+    path.write_text(f"gateway {key} delegate=true weight=3")
+    ring = KeyRing(str(path))
+    busy = policy.admit(GENERATE, REMOTE[0], called_for("one", key), ring).holder
+    path.write_text(f"gateway {key} delegate=true weight=5 max_priority=2")
+    ring.reload()
+    again = policy.admit(GENERATE, REMOTE[0], called_for("one", key), ring).holder
+    assert again is busy
+    assert (again.weight, again.max_priority) == (5, 2)
+
+
 @pytest.mark.parametrize("name", ["", "two words", "ö", "x" * 129])
 def test_a_wrong_name_of_a_delegated_holder_is_refused(roles, name):
     with pytest.raises(InvalidRequest, match=policy.HOLDER_HEADER):
