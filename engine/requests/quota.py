@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 from engine.core.common.waiting_queue import BACKGROUND
-from engine.errors import Overloaded
+from engine.errors import InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -154,6 +154,18 @@ class Quota:
     def leave(self, count: int = 1) -> None:
         """Count the end of ``count`` requests that `enter` counted."""
         self.num_requests -= count
+
+    def misfit(self, priority: int | None, num_choices: int) -> InvalidRequest | None:
+        """Return the error of a request that this holder may not have, however long it waits; None
+        of others."""
+        urgent, most = self.max_priority, self.counted.limits.max_choices
+        if urgent is not None and priority is not None and priority < urgent:
+            what = f"is {priority}, but this key's requests may have {urgent} or more"
+            return InvalidRequest.of("priority", what)
+        if most is not None and num_choices > most:
+            what = f"is {num_choices}, but this key runs at most {most} choices"
+            return InvalidRequest.of("n", what)
+        return None
 
     def begin(self, num_choices: int, now: float) -> None:
         """Count the choices of a request that starts ``now``, on Trio's clock, until `end`.

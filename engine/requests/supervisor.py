@@ -186,7 +186,8 @@ class Supervisor:
         request_id = request.request_id or origin.fallback_id or uuid.uuid4().hex
         is_part = part_of is not None
         num_choices = 0 if is_part else num_asked(request)
-        error = self._refusal(request, request_id, origin) or _begin(num_choices, origin)
+        error = self._refusal(request, request_id, origin, num_choices)
+        error = error or _begin(num_choices, origin)
         options = StreamOptions(
             request_id,
             self._core_id(request, request_id),
@@ -226,7 +227,7 @@ class Supervisor:
         return self._feeds[kind] if kind in self._feeds else self._servings[kind]
 
     def _refusal(
-        self, request: ClientRequest, request_id: str, origin: Origin
+        self, request: ClientRequest, request_id: str, origin: Origin, num_choices: int
     ) -> TrioletError | None:
         if self._refuses_new:
             return ShuttingDown("the server takes no new requests", retry_after_s=5.0)
@@ -241,10 +242,10 @@ class Supervisor:
             request.validate()
         except InvalidRequest as invalid:
             return invalid
-        most = None if origin.quota is None else origin.quota.max_priority
-        if most is not None and request.priority is not None and request.priority < most:
-            what = f"is {request.priority}, but this key's requests may have {most} or more"
-            return InvalidRequest.of("priority", what)
+        quota = origin.quota
+        if quota is not None and (misfit := quota.misfit(request.priority, num_choices)):
+            prefix = "parameters." if type(request) in self._feeds else ""
+            return misfit.renamed(lambda field: prefix + field)
         if not self._tasks.is_open:
             return ShuttingDown("the engine is closed")
         if len(self._live) >= self._max_live and not self.detached.make_place():

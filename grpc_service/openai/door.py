@@ -305,6 +305,7 @@ class Door:
         record.request_id = work.request_id
         logs.request_id.set(logs.printable(work.request_id))
         call.request_id = work.request_id
+        work.check_fits(record.quota)
         record.enter_quota(len(work.requests))  # each prompt is a request, as on gRPC
         if work.is_stream:
             call.begin_events()

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.errors import InvalidRequest
+from engine.requests.stream import num_asked
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.requests.kind import ClientRequest
+    from engine.requests.quota import Quota
     from grpc_service.openai.fields import Fields
 
 
@@ -70,3 +74,16 @@ class Work:
     is_stream: bool = False
     num_chars: int = 0
     rename: Callable[[int, str], str] = lambda source, path: path
+
+    def check_fits(self, quota: Quota | None) -> None:
+        """Raise InvalidRequest if a key's limits can never hold all prompts at a time."""
+        if quota is None or len(self.requests) == 1:
+            return
+        num_prompts, limits = len(self.requests), quota.counted.limits
+        for what, asked, most in (
+            ("requests", num_prompts, quota.counted.max_requests),
+            ("choices", sum(map(num_asked, self.requests)), limits.max_choices),
+        ):
+            if most is not None and asked > most:
+                told = f"has {num_prompts} prompts, which are {asked} {what} at a time, of at most "
+                raise InvalidRequest.of("prompt", f"{told}{most} of this key")

@@ -18,7 +18,7 @@ from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, model
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tests.support.examples import examples
-from tests.support.openai_calls import ask
+from tests.support.openai_calls import TEXT, ask
 from tests.support.server import fake
 from tests.support.wire import (
     Generation,
@@ -40,11 +40,13 @@ KEYS = {
     "tight": "the-key-of-a-tight-holder",
     "spent": "the-key-of-a-spendthrift",
     "wordy": "the-key-of-a-holder-of-long-texts",
+    "pair": "the-key-of-two-requests",
 }
 LINES = {"ann": "role=user max_priority=-1", "ops": "role=operator", "gate": "delegate=true"}
 LINES["late"] = "max_priority=5"
 LINES |= {"few": "max_choices=3", "tight": "max_kv_blocks=150", "spent": "max_tokens_per_minute=50"}
 LINES["wordy"] = "max_tokenizer_seconds_per_minute=0.000001"
+LINES["pair"] = "max_requests=2"
 SOON_S = 15.0
 PROMPT = list(range(1, 40))
 NAMES = st.text("3a:\0", max_size=6)
@@ -336,9 +338,33 @@ def test_a_keys_choices_are_limited_and_not_its_calls(server):
         )
         assert "runs 2 of at most 3 choices, and this request has 2" in error.details()
         assert generate(few, max_tokens=2, timeout=SOON_S).error is None
+        error = generate(few, n=4, max_tokens=2, timeout=SOON_S).error  # would never run
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "n: is 4, but this key runs at most 3 choices" in error.details()
     wait_until(
         lambda: generate(few, n=3, max_tokens=2, timeout=SOON_S).error is None, SOON_S, "the end"
     )
+
+
+@pytest.mark.parametrize(
+    ("caller", "fields", "told"),
+    [
+        ("few", {"prompt": ["<5>"] * 4}, "4 prompts, which are 4 choices at a time, of at most 3"),
+        ("few", {"prompt": ["<5>"] * 2, "n": 2}, "2 prompts, which are 4 choices"),
+        ("few", {"prompt": "<5>", "n": 4}, "is 4, but this key runs at most 3 choices"),
+        ("pair", {"prompt": ["<5>"] * 3}, "3 prompts, which are 3 requests at a time"),
+    ],
+)
+def test_what_a_key_may_never_run_is_no_error_to_try_again(server, caller, fields, told):
+    """Else a client that retries, such as `triolet batch`, would do so for ever."""
+    asked, headers = {"model": "fake", "max_tokens": 2}, dict(metadata_of(caller))
+    answer = ask(server.openai_port, TEXT, asked | fields, headers=headers)
+    assert answer.status == 400
+    assert answer.error["param"] == ("n" if fields["prompt"] == "<5>" else "prompt")
+    assert told in answer.error["message"]
+    assert "retry-after" not in answer.headers
+    fits = asked | {"prompt": ["<5>"] * 2}
+    assert ask(server.openai_port, TEXT, fits, headers=headers).status == 200
 
 
 def test_a_keys_blocks_are_limited(server):

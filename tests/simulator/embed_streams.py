@@ -31,6 +31,7 @@ from engine.requests.encode.values import (
     IndexedInput,
     InputFault,
 )
+from engine.requests.quota import Origin, Quota, UseLimits
 from engine.requests.text.values import Started
 from engine.status import Capability
 from engine.worker.fakes.encode import FakeEncoder, vector_of
@@ -213,6 +214,8 @@ def run_world(seed: int) -> Watch:
 
 
 async def _run_in(engine, world: World, watch: Watch, bills: BillWatch) -> None:
+    quota = Quota("key")
+    quota.limits = UseLimits(max_choices=1)  # the call; its chunks are none of the client's
     stream = engine.submit(
         EmbedStreamRequest(
             EmbedRequest(
@@ -225,6 +228,7 @@ async def _run_in(engine, world: World, watch: Watch, bills: BillWatch) -> None:
         ),
         buffer=4,
         awaits_reader=True,
+        origin=Origin(quota=quota),
     )
     rest = world.delays
 
@@ -273,6 +277,8 @@ async def _run_in(engine, world: World, watch: Watch, bills: BillWatch) -> None:
         if waiting.cancelled_caught:
             raise Violation("requests outlive their stream")
     await engine.wait_idle()
+    if quota.num_choices:
+        raise Violation(f"{quota.num_choices} choices run of a stream that has ended")
     _check_bills(engine, bills, stream, watch)
     totals = engine.statistics().totals
     assert (totals.running, totals.waiting, totals.parked, totals.ending) == (0,) * 4
