@@ -10,7 +10,7 @@ import logging
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -1392,6 +1392,16 @@ def planted(mutant: Mutant) -> Iterator[None]:
             setattr(owner, original.__name__, original)
         else:
             delattr(owner, original.__name__)
+
+
+def any_fails(checks: Iterable[Callable[[], object]]) -> bool:
+    """Return whether one of the checks raises an AssertionError. Those after it are not called."""
+    for check in checks:
+        try:
+            check()
+        except AssertionError:
+            return True
+    return False
 
 
 def shows(mutant: Mutant, seed: int) -> BaseException | None:
