@@ -366,9 +366,11 @@ class StepBuilder:
             if seq.is_late(self._now):
                 continue  # its deadline is about to end the sequence, so it is never started (D18)
             matched = admission.match(ledger, seq)
-            pending = (self._step.pending_keys, self._executing_keys)
-            if any(pending) and any(admission.next_key(ledger, seq, matched) in x for x in pending):
-                continue  # a step computes its next block, which is then a cache hit (D5)
+            here, executing = self._step.pending_keys, self._executing_keys
+            if here or executing:
+                key = admission.next_key(ledger, seq, matched)
+                if key in here or key in executing:
+                    continue  # a step computes its next block, which is then a cache hit (D5)
             if admission.shortfall(ledger, seq, matched) > 0:
                 return False
             self._start(seq, matched)
