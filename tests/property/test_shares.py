@@ -439,7 +439,7 @@ def test_holders_with_inputs_of_different_kinds_do_not_drift_apart():
         driver.submit(f"t{number}", [2] * 12, holder="texts")
         driver.submit(f"i{number}", [Picture(32)] * 12, holder="images")
     run_encoder(driver, 80)
-    counters = [share.counter for share in driver.scheduler._shares.in_order()]
+    counters = [share.counter for share in driver.scheduler.shares.in_order()]
     assert max(counters) - min(counters) <= 2 * 64
     for number in range(20):
         driver.submit(f"n{number}", [Picture(32)] * 12, holder="new")
@@ -463,7 +463,7 @@ def test_an_encoders_step_that_failed_is_not_charged_beside_its_rows_alone():
     for name in ("one", "other"):
         driver.submit(name, [16] * 12, holder=name)
     run_encoder(driver, 2)
-    shares = driver.scheduler._shares
+    shares = driver.scheduler.shares
     before = {share.holder: share.counter for share in shares.in_order()}
     assert len(driver.begin_step().rows) > 1
     driver.fail_step()

@@ -54,8 +54,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
-        self._shares = self.shares
-        self._inputs = WaitingInputs(self._waiting, self._shares)
+        self._inputs = WaitingInputs(self._waiting, self.shares)
         self._last_kind: InputKind | None = None  # the kind of the last step's inputs
         self._charged: dict[Share, float] = {}  # for the step in flight
         self._suspects: deque[tuple[LiveEncode, int]] = deque()  # to run alone
@@ -83,10 +82,10 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         plan = EncodePlan(plan_id, made)
         self._last_kind = plan.kind
         self._charged = {}
-        if self._shares.is_counted:
+        if self.shares.is_counted:
             for (live, _), cost in zip(rows, self._costs(rows), strict=True):
                 self._charged[live.share] = self._charged.get(live.share, 0.0) + cost
-            self._shares.charge(self._charged)
+            self.shares.charge(self._charged)
         return plan
 
     def _costs(self, rows: Parts[LiveEncode]) -> Sequence[float]:
@@ -118,8 +117,8 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         batch.build()
         for live in batch.starved:
             self._park(live, now)
-        if self._shares.is_contested and batch.chosen:
-            self._shares.pass_over_kind([live.share for live, _ in batch.chosen])
+        if self.shares.is_contested and batch.chosen:
+            self.shares.pass_over_kind([live.share for live, _ in batch.chosen])
         return sorted(batch.chosen, key=lambda row: row[0].length(row[1]))
 
     def _next_suspect(self, now: float) -> tuple[LiveEncode, int] | None:
@@ -152,13 +151,13 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         return None
 
     def _enqueue(self, live: LiveEncode, now: float) -> None:
-        live.share = self._shares.enter(live.request.holder, live.request.weight)
+        live.share = self.shares.enter(live.request.holder, live.request.weight)
         self._inputs.add(live, now)
 
     def _leave(self, live: LiveEncode) -> None:
         if live.is_queued:
             self._inputs.remove(live)
-        self._shares.leave(live.share)
+        self.shares.leave(live.share)
 
     # ---- readers
 
@@ -196,7 +195,7 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
         """Put the inputs of a failed step back. They run again: after running out of memory in
         batches of half the size, otherwise each alone. A row alone fails with its request."""
         if len(step.rows) > 1:
-            self._shares.refund(self._charged)  # they run again
+            self.shares.refund(self._charged)  # they run again
         super()._step_failed(step, failure, now)
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             self._budget.halve(step.plan.num_tokens)
@@ -252,4 +251,4 @@ class EncodeScheduler(OneChoiceCore[EncodeRequest, EncodePlan, EncodeResult, Liv
             assert live.tokens_left == tokens_left, f"{live}: its tokens are miscounted"
         assert len(queued) + len(self._parked) <= len(self._requests)
         active = Counter(live.request.holder for live in queued)
-        self._shares.check(active, Counter(x.request.holder for x in self._requests.values()))
+        self.shares.check(active, Counter(x.request.holder for x in self._requests.values()))

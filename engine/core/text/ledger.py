@@ -18,7 +18,6 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.core.common.phases import Phase
-from engine.core.common.shares import Shares
 from engine.core.common.types import SequenceId
 from engine.core.text.lifecycle import Event, State
 from engine.core.text.memory.blocks import BlockPool, blocks_for
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from engine.config import SchedulerConfig
     from engine.core.common.credit import Credit
+    from engine.core.common.shares import Shares
     from engine.core.common.types import BlockId, RequestId
     from engine.core.common.waiting_queue import WaitingQueue
     from engine.core.text.memory.blocks import Reservation
@@ -40,17 +40,20 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """The state of one scheduler. Not thread-safe. ``requests`` are the live requests, and
-    ``unread`` those of them that are parked because of their readers."""
+    """The state of one scheduler. Not thread-safe. ``shares`` are those of the holders of
+    ``requests``, which are the live ones; ``unread`` are those of them that are parked because of
+    their readers."""
 
     def __init__(
         self,
         config: SchedulerConfig,
+        shares: Shares,
         requests: dict[RequestId, LiveText],
         waiting: WaitingQueue[Sequence],
         unread: dict[RequestId, LiveText],
     ) -> None:
         self.config = config
+        self.shares = shares
         self.requests = requests
         self.waiting = waiting
         self.pool = BlockPool(config.num_blocks)
@@ -62,7 +65,6 @@ class Ledger:
         self.released: list[SequenceId] = []  # ended sequences that the next plan releases
         self.num_seats = 0
         self.num_background = 0  # live background requests
-        self.shares = Shares()
         self._next_id = 1
 
     # ---- places

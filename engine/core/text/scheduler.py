@@ -72,9 +72,8 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._ledger = Ledger(config, self._requests, self._waiting, self._parked)
+        self._ledger = Ledger(config, self.shares, self._requests, self._waiting, self._parked)
         self.prefixes = self._ledger
-        self.shares = self._shares = self._ledger.shares
         self._guests = Guests(self._ledger)
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._times = StepTimes(config)
@@ -123,13 +122,13 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
                 for share, rank in step.turns.items():
                     share.turn = rank
                 self._charged = {}
-                if self._shares.is_counted:
+                if self.shares.is_counted:
                     self._charged = charge(step, self._times)
-                    if self._shares.is_contested:
-                        self._shares.pass_over(step.passed, self._charged)
-                        self._shares.head_start = self._times.short_step_s()
+                    if self.shares.is_contested:
+                        self.shares.pass_over(step.passed, self._charged)
+                        self.shares.head_start = self._times.short_step_s()
                         self._shared_until = now + SHARED_S
-                    self._shares.charge(self._charged)
+                    self.shares.charge(self._charged)
         return step
 
     def prepare(self, now: float) -> None:
@@ -186,12 +185,12 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         of memory (D17). Without ``gives_way``, background work runs beside what else there is."""
         ledger, limit, note = self._ledger, self._prompt_limit, self._note_preemption
         builder: StepBuilder
-        if self._shares.is_contested or now < self._shared_until:
+        if self.shares.is_contested or now < self._shared_until:
             builder = SharedStepBuilder(ledger, now, self._times, limit, note)
         else:
             # steps of a single holder, beside others at other replicas, are as long as of one
             builder = StepBuilder(ledger, now, limit, note)
-            if self._shares.is_counted:
+            if self.shares.is_counted:
                 builder.share()
         if self._pause is not None:  # what has begun goes on to its end, even after a preemption
             builder.only_begun = True
@@ -229,7 +228,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
 
     def _admit(self, request: Request, credit: Credit, now: float) -> LiveText:
         live, running = self._ledger.admit(request, credit, now), self._ledger.running
-        begins = self._shares.is_contested and live.share.num_live == 1
+        begins = self.shares.is_contested and live.share.num_live == 1
         if begins or (running and live.parent.rank < running[-1].rank):
             self._discard_prepared(now)  # the request outranks a running row (D9), or all of them
         return live
@@ -265,7 +264,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         step.undo(now)
         runs_again = len(step.sequences) > 1 or failure.kind is FailureKind.OUT_OF_MEMORY
         if step.is_shared and runs_again:
-            self._shares.refund(self._charged)
+            self.shares.refund(self._charged)
         self._recovery.step_failed(step, failure, now)
 
     # ---- views
