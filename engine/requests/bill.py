@@ -147,7 +147,7 @@ class Bill:
         if queue_s is None:
             queue_s = (stream.closed_at or trio.current_time()) - stream.started_at
         return UsageRecord(
-            request_id=logs.printable(stream.request_id),  # of a refused one it may be anything
+            request_id=logs.printable(stream.request_id),  # a refused one may be any text
             holder=stream.origin.holder,
             model=model,
             adapter="" if model in ("", stream.model) else stream.model,

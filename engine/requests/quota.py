@@ -41,8 +41,8 @@ NO_LIMITS = UseLimits()
 
 
 class MinuteUse:
-    """How much of something was used of late: of what was added, ``limit`` is forgotten in a
-    minute. Times are on Trio's clock."""
+    """How much of something a holder has used of late. In each minute, as much as the limit is
+    forgotten. Times are on Trio's clock."""
 
     __slots__ = ("_at", "_used")
 
@@ -55,7 +55,11 @@ class MinuteUse:
             self._used, self._at = self._left(limit, now) + amount, now
 
     def check(self, limit: float | None, what: str, now: float) -> None:
-        """Raise Overloaded, until when is known, if as much was used as the limit says."""
+        """Check that less was used than the limit, of which ``what`` is the unit for messages.
+
+        Raises:
+            Overloaded: The limit is used up. The error says after how many seconds it is not.
+        """
         if limit is not None and (excess := self._left(limit, now) - limit) >= 0:
             raise Overloaded(
                 f"this key has used its {limit:.12g} {what} a minute",
@@ -156,8 +160,8 @@ class Quota:
         self.num_requests -= count
 
     def misfit(self, priority: int | None, num_choices: int) -> InvalidRequest | None:
-        """Return the error of a request that this holder may not have, however long it waits; None
-        of others."""
+        """Return why this holder may never have a request of this priority and number of choices,
+        however long it waits; None if it may."""
         urgent, most = self.max_priority, self.counted.limits.max_choices
         if urgent is not None and priority is not None and priority < urgent:
             what = f"is {priority}, but this key's requests may have {urgent} or more"

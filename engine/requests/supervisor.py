@@ -415,7 +415,7 @@ class Supervisor:
             used = record.prompt_tokens - record.cached_tokens + record.completion_tokens
             if record.step_s:  # else it has left the queue before a step
                 holder.counted.spend(used, trio.current_time())
-        if stream.replica is None:  # a client may have named anything
+        if stream.replica is None:  # the request may name what the server does not have
             named = self._pool.registry.names_of(stream.model or stream.request.model)
             record = replace(record, model=named[0], adapter=named[1])
         if part_of is None:

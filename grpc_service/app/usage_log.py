@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 FLUSH_S = 0.5
 WAITING_MAX = 100_000  # records, of some hundred bytes each, that wait for a disk. Guess.
 LOOK_BYTES = 2**16  # of the file's end, among which its last whole line ends
-LOCK_S = 1.0  # the longest wait for other servers, which take milliseconds. Guess.
-BEGIN = b'{"ended_at":'  # of every line
+LOCK_S = 1.0  # the longest wait for the lock, which others hold for milliseconds. Guess.
+BEGIN = b'{"ended_at":'  # every line begins so
 
 _limiter = trio.CapacityLimiter(1)
 
@@ -185,7 +185,7 @@ class UsageLog:
             return size
         torn = end[whole:].rstrip(b"\0")[: len(BEGIN)]
         if not BEGIN.startswith(torn):
-            raise OSError(errno.EINVAL, "it is no usage log, as its last line is none")
+            raise OSError(errno.EINVAL, "it is no usage log: its last line is not a record")
         os.ftruncate(self._file, at + whole)
         log.warning("--usage-log %s ended in a torn line, which was cut off", self._path)
         return at + whole

@@ -183,8 +183,8 @@ class Door:
         }
 
     def _name(self, call: HttpCall) -> None:
-        """Name a request by its path, or else clients would make the names of the log and the
-        metrics."""
+        """Set the name that the log and the metrics have for a request: its route's. No path of a
+        client's becomes one."""
         path = call.method
         if path.startswith(models.PREFIX):
             call.name, call.method = path.removeprefix(models.PREFIX), models.PREFIX + "…"

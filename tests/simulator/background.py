@@ -104,9 +104,9 @@ class BackgroundWatch:
 
 
 def _could_run(seq: Sequence, now: float, pause: PauseMode | None) -> bool:
-    """Return whether a sequence could have been in a step that has background work only. That and
-    parked requests keep neither memory nor seats from it. So a sequence is held up by its reader,
-    its deadline or a pause alone, and never by others that are not in the step either."""
+    """Return whether a sequence could have been in a step that has background work only. Background
+    work and parked requests keep neither memory nor seats from the sequence, so that only its
+    reader, its deadline or a pause can hold it up."""
     if seq.is_late(now) or seq.is_attached:
         return False
     num_messages = 1 + (len(seq.live.attached) if seq.choice == 0 else 0)

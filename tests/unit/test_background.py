@@ -68,7 +68,7 @@ def behind_a_late_one():
 
 
 def behind_a_late_one_of_another_holder():
-    """Neither does one of a holder that is behind."""
+    """A late request of the holder that is behind does not hold up another holder's."""
     driver = Driver(max_num_seqs=SEATS, prepared_plans=False)
     for number in range(SEATS):
         background(driver, f"background {number}", max_tokens=200)
@@ -83,7 +83,7 @@ def behind_a_late_one_of_another_holder():
 
 
 def beside_a_late_one():
-    """And nobody gives way to it."""
+    """Background work does not give way to a request whose deadline has passed."""
     driver = holds_all_seats()
     ask(driver, "late", deadline=driver.now + 0.009)
     assert next_step(driver) == {"background 0", "background 1"}
@@ -102,7 +102,7 @@ def one_that_is_drained():
 
 
 def behind_one_that_is_parked():
-    """Nor does a request of two choices that are parked while the step is planned."""
+    """A request whose two choices are parked while the step is planned holds up nobody."""
     driver = Driver(num_blocks=6, max_model_len=80, prepared_plans=False)
     ask(driver, "two", prompt=17, buffer=4, n=2)
     running = driver.scheduler._ledger.running

@@ -1,10 +1,9 @@
 """An image model's scheduler: which drawing takes the next step, and what the result gives it.
 
 Rule 1: drawings that have begun take turns, one step each, and holders share the time of all steps
-(`engine.core.common.turns`). Rule 2:
-each accepted request emits at most one `Stepped` for each denoising step, one `Drawn` for each
-image, and exactly one `Finished`. Rule 3: every request that a plan has started
-is named in `ImageGenerationPlan.ended` of exactly one later plan, after its end.
+(`engine.core.common.turns`). Rule 2: each accepted request emits at most one `Stepped` for each
+denoising step, one `Drawn` for each image, and exactly one `Finished`. Rule 3: every request that a
+plan has started is named in `ImageGenerationPlan.ended` of exactly one later plan, after its end.
 
 Source: docs/decisions.md, D1, D18, D19.
 """

@@ -1,8 +1,8 @@
-"""How long steps usually take: what drawings cost their holders.
+"""How long steps usually take, which is what drawings cost their holders.
 
-Rule: a price is the median of the last times of steps of this shape, so that a step which was slow
-by accident costs nobody more. A shape that was not measured yet is taken to be as fast for its size
-as the one of its verb that is nearest to it.
+Rule: the price of a step is the median of the last times of steps of its shape, so that a step
+which was slow by accident costs nobody more. A shape that was not measured yet costs as much for
+each pixel as the measured shape of the same verb that is nearest in size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.core.image_generation.least_times import Shape
 
 KEPT = 9  # times of a shape; estimate, as for text (`engine.core.text.step_times`)
-PIXEL_S = 1e-6  # of a latent, until any step is measured
+PIXEL_S = 1e-6  # seconds for each pixel of each latent, until a step is measured; a guess
 
 
 class UsualTimes:

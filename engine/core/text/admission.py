@@ -293,8 +293,8 @@ def victims_for_first(
     """Return which sequences to preempt so that ``first``, the head of the queue, can start.
 
     The list is empty if ``first`` can start already; if all sequences after it hold too few blocks;
-    or if it would not start even then, because of its reader, the step's budget, or a
-    prefix that another sequence is computing.
+    or if it would not start even then, because of its reader, the step's budget, or a prefix that
+    another sequence is computing.
 
     A running sequence gives way only if it comes after ``first`` in the admission order, too:
     otherwise, because of its age, it would stand before ``first`` in the queue and start again at

@@ -42,7 +42,7 @@ class PlannedStep:
     `seal` sets ``plan``, ``num_tokens``, which its rows compute, and ``started_at``.
     """
 
-    # What most steps have. It is set only for a step that has something else.
+    # Values that most steps have. As attributes of the class they cost a step nothing.
     started_at = 0.0
     num_drafts = num_tokens = image_cost = 0
     plan = EMPTY_PLAN

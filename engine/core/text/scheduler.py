@@ -188,7 +188,7 @@ class Scheduler(Core[Request, StepPlan, StepResult, LiveText, PlannedStep]):
         if self.shares.is_contested or now < self._shared_until:
             builder = SharedStepBuilder(ledger, now, self._times, limit, note)
         else:
-            # steps of a single holder, beside others at other replicas, are as long as of one
+            # A single holder pays if other replicas have others, but its steps are not short.
             builder = StepBuilder(ledger, now, limit, note)
             if self.shares.is_counted:
                 builder.share()

@@ -66,7 +66,7 @@ class SharedStepBuilder(StepBuilder):
         self.share()
         self._times = times
         self._let_in: list[Share] = []
-        self._spares_others = False  # whether only background work gives way to who waits
+        self._spares_others = False  # whether only background work gives its blocks away
         # The running sequences of all holders that the step may have, and each holder's sequences
         # in their order, so that a holder's turn costs no look at others'.
         self._able: list[Sequence] = []
@@ -112,7 +112,7 @@ class SharedStepBuilder(StepBuilder):
                 continue
             # the others lack memory, or what is left of them is in the step in flight
             self._let([share])
-            self._spares_others = True  # they come first, and would take their blocks back
+            self._spares_others = True  # those let in before would take their blocks back
             if may_start and self._but_background and self._lacks_room_for_first():
                 return
             may_start = self._plan_let_in(may_start=may_start)

@@ -40,7 +40,8 @@ class StepBuilder:
     which is set before, no waiting sequence starts that has never been in a step.
     """
 
-    # What most steps begin with. It is not set for each step, because most steps end with it.
+    # Values that most steps keep from beginning to end. As attributes of the class they cost a
+    # step nothing.
     only_begun = _but_background = False
     _may_preempt = True
     _lacked_blocks = False
