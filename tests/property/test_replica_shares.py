@@ -122,7 +122,7 @@ def asymmetric(weights=(1, 1)):
 
 
 def test_a_holder_with_a_replica_of_its_own_leaves_the_other_to_others():
-    """But its streams there go on."""
+    """Its own streams at the shared replica go on, with an eighth of the time."""
     replicas = asymmetric()
     charged = replicas.run(10.0)[1]
     assert charged["both"] / charged["one"] == pytest.approx(1 - ELSEWHERE_PART, rel=0.1)
