@@ -220,6 +220,7 @@ CHECKS = (
 )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.title)
 def test_a_planted_bug_is_found(bug):
     with planted(bug):
